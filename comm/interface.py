@@ -1,0 +1,199 @@
+"""What moves bytes between ranks, and what ranks say to each other beside the data.
+
+A :class:`Control` is the host-side channel (small byte strings, failures). A :class:`Transport` owns the arena and the data path of one
+process group and device; it is shared by all layers, and every rank makes every call on it in the same order, also when it has no work.
+
+One call (forward or backward of one attention) is one :class:`Exchange`:
+
+    ex = transport.open(schedule)      outbox of this call's parity is free to write
+    encode into ex.outbox()
+    control.gather(header)             ranks agree (ringfa4.context does this)
+    ex.publish()                       after this, peers may read the outbox
+    for t in 1 .. steps-1:             every rank, every t, in order
+        h = ex.fetch(t)                starts reading; at most two fetches are live
+        view = h.wait()                None when the step needs no records
+        ...compute...                  view is valid until fetch(t + 2)
+        slot = ex.grad_slot(t)         backward: where this step's dK/dV for the owner go
+        ex.send_grads(t)               backward: slot is complete
+        for c in ex.contributions(t):  backward: what reached this rank in step t, plan order
+            add c.view; c.release()
+    ex.finish()
+
+dK/dV protocol: the owner's inbox has two slots. Contribution i to an owner (plan order: step order, one per step at most) uses slot i % 2, and its sender starts only
+when the owner has released contribution i - 2. The owner takes contributions in plan order, so sums are deterministic.
+
+Buffers alternate by call parity; a rank arrives at the barrier of call n + 1 only after its last read of call n, in stream order.
+After an error the exchange and its transport refuse further use. Parity is host state, so CUDA-graph capture is refused.
+Group ranks everywhere, never global ranks. Bytes and JSON, never pickle.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Bytes between this rank and ``peer``. ``spans`` are (offset, bytes) in the source's outbox, copied in order, packed at the reader."""
+
+    peer: int
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(n for _, n in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class GradTransfer:
+    """dK/dV contribution number ``index`` (from 0) to its owner, ``nbytes`` long, packed."""
+
+    peer: int
+    index: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTransfers:
+    """All this rank does in one step; None: nothing to do.
+
+    ``receive``: records read from ``receive.peer``; ``send``: what ``send.peer`` reads from this rank's outbox in the same step.
+    ``grad_out``: this rank's contribution to the owner; ``grad_in``: the contribution that reaches this rank as owner.
+    """
+
+    receive: Transfer | None = None
+    send: Transfer | None = None
+    grad_out: GradTransfer | None = None
+    grad_in: GradTransfer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The data movement of one rank for one call, derived from the plan. ``steps[0]`` is local and moves nothing.
+
+    The capacities are maxima over *all* ranks and both directions of the plan, so that all ranks size their arena alike:
+    ``outbox_bytes`` (this call's own outbox is ``own_bytes``), ``fetch_bytes`` (largest receive), ``grad_bytes`` (largest contribution).
+    """
+
+    rank: int
+    world: int
+    own_bytes: int
+    outbox_bytes: int
+    fetch_bytes: int
+    grad_bytes: int
+    steps: tuple[StepTransfers, ...]
+
+
+class Handle(ABC):
+    """A fetch under way."""
+
+    @abstractmethod
+    def wait(self) -> Tensor | None:
+        """The packed bytes (uint8), ready for work on the current stream; None when the step receives nothing.
+
+        Idempotent. Raises PeerError when the source failed or is late.
+        """
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """dK/dV for this rank's records from ``peer``; read ``view`` (uint8, packed), then call ``release``."""
+
+    peer: int
+    view: Tensor
+    _release: object
+
+    def release(self) -> None:
+        """Reads of ``view`` issued so far on the current stream are the last ones."""
+        assert callable(self._release)
+        self._release()
+
+
+class Exchange(ABC):
+    """One call. See the module's protocol."""
+
+    @abstractmethod
+    def outbox(self) -> Tensor:
+        """uint8, ``schedule.own_bytes`` long, 128-byte aligned; contents undefined."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """The outbox is complete (work on the current stream included); peers may read it."""
+
+    @abstractmethod
+    def fetch(self, step: int) -> Handle:
+        """Start the transfers of ``step``. Called for each step from 1 on, in order, at most one ahead of the last waited."""
+
+    @abstractmethod
+    def grad_slot(self, step: int) -> Tensor | None:
+        """uint8 buffer for this step's contribution (``grad_out.nbytes``; contents undefined), None without one."""
+
+    @abstractmethod
+    def send_grads(self, step: int) -> None:
+        """The slot is complete (work on the current stream included). Called for each step from 1 on, in order, also without a slot."""
+
+    @abstractmethod
+    def contributions(self, step: int) -> Iterator[Contribution]:
+        """Contributions of ``step`` to this rank, once they are here. Called for each step in order, after ``send_grads(step)``."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """This rank's last read of the call is issued."""
+
+
+class Transport(ABC):
+    """Data path of one group on one device."""
+
+    name: str
+    rank: int
+    world: int
+    device: torch.device
+
+    @abstractmethod
+    def ready(self, schedule: Schedule) -> bool:
+        """Whether ``open`` can lend buffers without growing the arena. Growing is collective: agree first."""
+
+    @abstractmethod
+    def open(self, schedule: Schedule) -> Exchange:
+        """Begin a call. ValueError when a schedule is not this rank's; RuntimeError under CUDA-graph capture."""
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """Refuse everything from now on; wake whoever waits here. Not collective."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the arena. Collective after a clean run; never blocks after :meth:`abort`."""
+
+
+class Control(ABC):
+    """Host-side side channel of one group. ``timeout_s`` bounds every wait."""
+
+    rank: int
+    world: int
+    timeout_s: float
+
+    @abstractmethod
+    def gather(self, message: bytes) -> list[bytes]:
+        """Every rank's message, by rank. At most :data:`MESSAGE_BYTES` each. Raises PeerError naming a failed or late rank."""
+
+    @abstractmethod
+    def report(self, reason: str) -> None:
+        """Tell the peers that this rank failed. Never raises, never waits."""
+
+    @abstractmethod
+    def failure(self) -> tuple[int, str] | None:
+        """(rank, reason) of a peer that reported a failure, if any. Cheap enough to poll."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Idempotent, not collective."""
+
+
+MESSAGE_BYTES = 4096
+"""Longest message of :meth:`Control.gather`."""

@@ -1,0 +1,97 @@
+"""What a block kernel is: local Q against records of one owner, into a running state.
+
+forward:   state <- state (+) partial( softmax over the keys of `tasks` )            (+ is ringfa4.state's merge)
+backward:  P = exp(scale * Q K^T - lse),  dS = P * (dO V^T - delta),  delta = rowsum(O * dO) - dlse
+           dQ += scale * dS K,  dK += scale * dS^T Q,  dV += P^T dO;   P = 0 where lse = -inf
+
+`lse`, `out`, `dout` are those of the *merged* attention, so P may be as small as 1/N: a kernel must not scale P by a constant
+when it rounds it. Shapes: q (b, s, heads_q, dk); out, dout (b, s, heads_q, dv); lse, dlse (b, heads_q, s) fp32, natural log.
+Query head h reads K/V head h // (heads_q // heads_kv); K and V are never expanded.
+
+Rules every kernel keeps (tests/kernel_contract.py checks them):
+- all work is on the current stream; operands live until the caller drops them;
+- tasks are computed in list order; within a call one work item owns a q tile's state (in backward a k tile's dK/dV): bitwise repeatable;
+- state and gradients are written on first use, never read before (``state.merge`` / ``grads.add`` track that);
+- rows and keys outside the tasks are not touched;
+- NaN in the data propagates to what depends on it and to nothing else.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ringfa4.plan import Task
+from ringfa4.shard import Shard
+from ringfa4.state import Grads, State
+from ringfa4.wire import EncodedShard
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """What is asked of a kernel, complete: choosing depends on nothing else.
+
+    ``device`` is "cpu" or "cuda", ``arch`` the compute capability there (None on CPU); ``features`` is ``Mask.features``.
+    """
+
+    device: str
+    arch: tuple[int, int] | None
+    dtype: torch.dtype
+    wire: str
+    heads_q: int
+    heads_kv: int
+    dk: int
+    dv: int
+    features: frozenset[str]
+    backward: bool
+
+
+class Queries:
+    """Operands prepared once a call and used in every step; kernels subclass it and add their own.
+
+    ``shard`` maps chunks to rows of ``q``. In backward ``dout``, ``lse``, ``delta`` are set.
+    """
+
+    def __init__(self, q: Tensor, shard: Shard) -> None:
+        self.q, self.shard = q, shard
+
+    def rows(self, chunk: int, q0: int, q1: int) -> slice:
+        """Rows of the local tensors that hold [q0, q1) of ``chunk``."""
+        base = self.shard.offsets[chunk]
+        return slice(base + q0, base + q1)
+
+
+class BlockKernel(ABC):
+    """One implementation. Stateless between calls; ``name`` is what users write."""
+
+    name: str
+
+    @abstractmethod
+    def supports(self, spec: KernelSpec) -> str | None:
+        """None, or the reason for refusing: what was asked, and what is supported."""
+
+    @abstractmethod
+    def prepare(self, q: Tensor, shard: Shard) -> Queries:
+        """Operands of the forward pass. q (b, s, heads_q, dk), any strides."""
+
+    @abstractmethod
+    def prepare_backward(
+        self, q: Tensor, shard: Shard, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None
+    ) -> Queries:
+        """Operands of the backward pass; ``lse`` and ``out`` are of the merged attention, sink included."""
+
+    @abstractmethod
+    def forward(
+        self, queries: Queries, shard: EncodedShard, tasks: Sequence[Task], scale: float, state: State
+    ) -> None:
+        """Merge the partial attention of ``tasks`` into ``state``."""
+
+    @abstractmethod
+    def backward(
+        self, queries: Queries, shard: EncodedShard, tasks: Sequence[Task], scale: float, grads: Grads
+    ) -> None:
+        """Add dQ, dK, dV of ``tasks`` into ``grads`` (fp32)."""

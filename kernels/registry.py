@@ -1,0 +1,23 @@
+"""Block kernels by name: a fixed table, so that a name on a command line can never import arbitrary code."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from ringfa4.kernels.interface import BlockKernel
+
+KERNELS = {
+    "reference": "ringfa4.kernels.reference:ReferenceKernel",
+    "cpu": "ringfa4.kernels.cpu:CpuKernel",
+}
+"""name -> module:class. Classes take no arguments."""
+
+
+def load_kernel(name: str) -> BlockKernel:
+    """The kernel called ``name``. ValueError for unknown names; MissingLibraryError when its library is not installed."""
+    if name not in KERNELS:
+        raise ValueError(f"unknown kernel {name!r}; there are {sorted(KERNELS)} and 'auto'")
+    module, attribute = KERNELS[name].split(":")
+    kernel = getattr(import_module(module), attribute)()
+    assert isinstance(kernel, BlockKernel)
+    return kernel

@@ -1,0 +1,1 @@
+"""ringfa4: ring attention (see README.md)."""

@@ -1,0 +1,335 @@
+"""A mask is a set of disjoint bands.
+
+    Band(q0, q1, k0, k1, lo, hi) = { (i, j) : q0 <= i < q1,  k0 <= j < k1,  lo <= j - i <= hi }
+
+i is a query position, j a key position, both global; ``lo``/``hi`` = None means unbounded. Full, causal, sliding window, packed documents,
+prefix-LM and chunked-local attention are unions of bands, so one primitive serves the planner, the kernels
+and the FLOP count. Bands are closed under intersection with boxes and under striping with equal strides;
+their areas have a closed form, hence work and balance are exact integers.
+
+Left out on purpose: masks that are not unions of few bands (random sparsity, trees). Neither torch nor
+numpy is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _clamped_ramp(n: int, width: int) -> int:
+    """Sum of min(m, width) for m = 1..n (0 when n <= 0)."""
+    if n <= 0:
+        return 0
+    if n <= width:
+        return n * (n + 1) // 2
+    return width * (width + 1) // 2 + (n - width) * width
+
+
+def _area_below(height: int, width: int, c: int) -> int:
+    """Pairs (a, b) of a height x width box with b - a <= c."""
+    return _clamped_ramp(height + c, width) - _clamped_ramp(c, width)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Band:
+    """All (i, j) with q0 <= i < q1, k0 <= j < k1 and lo <= j - i <= hi (None: unbounded)."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    lo: int | None = None
+    hi: int | None = None
+
+    def contains(self, i: int, j: int) -> bool:
+        return (
+            self.q0 <= i < self.q1
+            and self.k0 <= j < self.k1
+            and (self.lo is None or j - i >= self.lo)
+            and (self.hi is None or j - i <= self.hi)
+        )
+
+    def keys_of(self, i: int) -> tuple[int, int]:
+        """Half-open range of the keys that query ``i`` sees; (k, k) when there are none."""
+        if not self.q0 <= i < self.q1:
+            return self.k0, self.k0
+        start = self.k0 if self.lo is None else max(self.k0, i + self.lo)
+        stop = self.k1 if self.hi is None else min(self.k1, i + self.hi + 1)
+        return (start, stop) if start < stop else (self.k0, self.k0)
+
+    @property
+    def area(self) -> int:
+        """Number of (i, j) pairs, exactly."""
+        height, width = self.q1 - self.q0, self.k1 - self.k0
+        if height <= 0 or width <= 0:
+            return 0
+        if self.lo is not None and self.hi is not None and self.lo > self.hi:
+            return 0
+        skew = self.q0 - self.k0  # j - i <= hi  <=>  b - a <= hi + skew for offsets a, b in the box
+        below = height * width if self.hi is None else _area_below(height, width, self.hi + skew)
+        under = 0 if self.lo is None else _area_below(height, width, self.lo - 1 + skew)
+        return below - under
+
+    def trimmed(self) -> Band | None:
+        """The same pairs with the smallest box and no bound that binds nowhere; None when empty."""
+        q0, q1, k0, k1, lo, hi = self.q0, self.q1, self.k0, self.k1, self.lo, self.hi
+        if q0 >= q1 or k0 >= k1 or (lo is not None and hi is not None and lo > hi):
+            return None
+        if lo is not None:  # i <= j - lo
+            q1 = min(q1, k1 - lo)
+            k0 = max(k0, q0 + lo)
+        if hi is not None:  # i >= j - hi
+            q0 = max(q0, k0 - hi)
+            k1 = min(k1, q1 + hi)
+        if lo is not None:
+            k0 = max(k0, q0 + lo)
+        if hi is not None and q0 < q1:
+            k1 = min(k1, q1 + hi)
+        if q0 >= q1 or k0 >= k1:
+            return None
+        if lo is not None and k0 - (q1 - 1) >= lo:
+            lo = None
+        if hi is not None and (k1 - 1) - q0 <= hi:
+            hi = None
+        return Band(q0, q1, k0, k1, lo, hi)
+
+    def within(self, q0: int, q1: int, k0: int, k1: int) -> Band | None:
+        """Intersection with a box, trimmed; None when empty."""
+        a, b = max(self.q0, q0), min(self.q1, q1)
+        c, d = max(self.k0, k0), min(self.k1, k1)
+        if a >= b or c >= d:
+            return None
+        return replace(self, q0=a, q1=b, k0=c, k1=d).trimmed()
+
+    def shifted(self, dq: int, dk: int) -> Band:
+        """The band with every query moved by ``dq`` and every key by ``dk``."""
+        move = dk - dq
+        return Band(
+            self.q0 + dq,
+            self.q1 + dq,
+            self.k0 + dk,
+            self.k1 + dk,
+            None if self.lo is None else self.lo + move,
+            None if self.hi is None else self.hi + move,
+        )
+
+    def strided(self, q_start: int, k_start: int, stride: int) -> Band:
+        """Rewrite in stripe coordinates i = q_start + stride*a, j = k_start + stride*b."""
+        skew = k_start - q_start
+        return Band(
+            _ceil_div(self.q0 - q_start, stride),
+            _ceil_div(self.q1 - q_start, stride),
+            _ceil_div(self.k0 - k_start, stride),
+            _ceil_div(self.k1 - k_start, stride),
+            None if self.lo is None else _ceil_div(self.lo - skew, stride),
+            None if self.hi is None else (self.hi - skew) // stride,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Which keys each query sees, for every batch row.
+
+    ``rows`` holds one tuple of disjoint bands shared by all batch rows, or one tuple per batch row.
+    ``documents`` holds the key positions at which documents start (empty when there is one document);
+    it adds no constraint (the bands do that), but wires that quantise tokens in groups use it to keep
+    documents apart, and loss code to keep labels apart.
+
+    Raises ValueError when a band leaves [0, seq_q) x [0, seq_k) or two bands of a row overlap.
+    """
+
+    seq_q: int
+    seq_k: int
+    rows: tuple[tuple[Band, ...], ...]
+    documents: tuple[int, ...] = ()
+    name: str = "bands"
+
+    def __post_init__(self) -> None:
+        if self.seq_q < 0 or self.seq_k < 0:
+            raise ValueError(f"sequence lengths must not be negative: {self.seq_q=}, {self.seq_k=}")
+        if not self.rows:
+            raise ValueError("a mask needs at least one row of bands (it may be empty)")
+        for row, bands in enumerate(self.rows):
+            for band in bands:
+                if band.q0 < 0 or band.k0 < 0 or band.q1 > self.seq_q or band.k1 > self.seq_k:
+                    raise ValueError(
+                        f"{band} of mask row {row} leaves {self.seq_q=} x {self.seq_k=}"
+                    )
+            _require_disjoint(bands, row)
+
+    @property
+    def batch(self) -> int:
+        """1 when all batch rows share the mask, else the number of rows."""
+        return len(self.rows)
+
+    @property
+    def area(self) -> int:
+        """Allowed pairs, summed over ``rows``."""
+        return sum(band.area for bands in self.rows for band in bands)
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What a kernel must be able to do: subset of {"lo", "hi", "many"}.
+
+        "lo"/"hi": a band bounded from below/above on j - i; "many": more than one band in a row.
+        """
+        found = set()
+        for bands in self.rows:
+            if len(bands) > 1:
+                found.add("many")
+            for band in bands:
+                if band.lo is not None:
+                    found.add("lo")
+                if band.hi is not None:
+                    found.add("hi")
+        return frozenset(found)
+
+    def allowed(self, row: int, i: int, j: int) -> bool:
+        """Whether query ``i`` sees key ``j`` in batch row ``row``: the definition, for tests and checks."""
+        bands = self.rows[row if self.batch > 1 else 0]
+        return any(band.contains(i, j) for band in bands)
+
+
+def _require_disjoint(bands: Sequence[Band], row: int) -> None:
+    """Sweep over queries; only bands whose boxes overlap are compared, exactly, by area."""
+    live: list[Band] = []
+    for band in sorted(bands):
+        live = [other for other in live if other.q1 > band.q0]
+        for other in live:
+            both = other.within(band.q0, band.q1, band.k0, band.k1)
+            if both is None:
+                continue
+            los = [b.lo for b in (band, other) if b.lo is not None]
+            his = [b.hi for b in (band, other) if b.hi is not None]
+            common = replace(both, lo=max(los, default=None), hi=min(his, default=None))
+            if common.area:
+                raise ValueError(f"bands of mask row {row} overlap: {other} and {band}")
+        live.append(band)
+
+
+# ---- the masks people ask for -------------------------------------------------------------------
+
+
+def _alignment(seq_q: int, seq_k: int, align: str) -> int:
+    if align == "top-left":
+        return 0
+    if align == "bottom-right":
+        return seq_k - seq_q
+    raise ValueError(f"{align=} is neither 'top-left' nor 'bottom-right'")
+
+
+def _mask(
+    seq_q: int, seq_k: int, bands: Iterable[Band | None], name: str, documents: Iterable[int] = ()
+) -> Mask:
+    kept = tuple(band for band in bands if band is not None)
+    return Mask(seq_q, seq_k, (kept,), tuple(documents), name)
+
+
+def full(seq_q: int, seq_k: int | None = None) -> Mask:
+    """Every query sees every key."""
+    seq_k = seq_q if seq_k is None else seq_k
+    return _mask(seq_q, seq_k, [Band(0, seq_q, 0, seq_k).trimmed()], "full")
+
+
+def causal(seq_q: int, seq_k: int | None = None, align: str = "top-left") -> Mask:
+    """j <= i (top-left), or j <= i + seq_k - seq_q (bottom-right: the last query sees the last key)."""
+    seq_k = seq_q if seq_k is None else seq_k
+    offset = _alignment(seq_q, seq_k, align)
+    return _mask(seq_q, seq_k, [Band(0, seq_q, 0, seq_k, None, offset).trimmed()], "causal")
+
+
+def window(
+    seq_q: int,
+    seq_k: int | None = None,
+    *,
+    left: int | None,
+    right: int | None = 0,
+    align: str = "top-left",
+) -> Mask:
+    """i - left <= j <= i + right; None is unbounded. ``left=8, right=0``: nine keys, causal."""
+    seq_k = seq_q if seq_k is None else seq_k
+    if (left is not None and left < 0) or (right is not None and right < 0):
+        raise ValueError(f"a window reaches a number of tokens >= 0 to each side: {left=}, {right=}")
+    offset = _alignment(seq_q, seq_k, align)
+    lo = None if left is None else offset - left
+    hi = None if right is None else offset + right
+    return _mask(seq_q, seq_k, [Band(0, seq_q, 0, seq_k, lo, hi).trimmed()], "window")
+
+
+def prefix_lm(seq: int, prefix: int) -> Mask:
+    """Every query sees the first ``prefix`` keys; beyond them attention is causal."""
+    if not 0 <= prefix <= seq:
+        raise ValueError(f"{prefix=} is not within 0..{seq=}")
+    bands = [
+        Band(0, seq, 0, prefix).trimmed(),
+        Band(0, seq, prefix, seq, None, 0).trimmed(),
+    ]
+    return _mask(seq, seq, bands, "prefix-lm")
+
+
+def chunked(seq: int, chunk: int, *, causal: bool = True) -> Mask:
+    """Chunked-local attention: i and j see each other only inside blocks of ``chunk`` tokens."""
+    if chunk <= 0:
+        raise ValueError(f"{chunk=} must be positive")
+    hi = 0 if causal else None
+    bands = [
+        Band(s, min(s + chunk, seq), s, min(s + chunk, seq), None, hi).trimmed()
+        for s in range(0, seq, chunk)
+    ]
+    return _mask(seq, seq, bands, "chunked")
+
+
+def documents(
+    cu_seqlens_q: Sequence[int],
+    cu_seqlens_k: Sequence[int] | None = None,
+    *,
+    causal: bool = True,
+    left: int | None = None,
+    align: str = "top-left",
+    seq_q: int | None = None,
+    seq_k: int | None = None,
+) -> Mask:
+    """Packed documents: query document d sees key document d only.
+
+    ``cu_seqlens`` are cumulative lengths starting at 0 (repeated values: an empty document). ``left`` bounds how far back
+    a token looks; ``align`` places the diagonal when a document has different q and k lengths. ``seq_q``/``seq_k`` longer than the documents
+    leave padding at the end that sees nothing and that nothing sees.
+    """
+    cu_q = [int(x) for x in cu_seqlens_q]
+    cu_k = cu_q if cu_seqlens_k is None else [int(x) for x in cu_seqlens_k]
+    for label, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if not cu or cu[0] != 0 or any(a > b for a, b in zip(cu, cu[1:], strict=False)):
+            raise ValueError(f"{label} must start at 0 and never fall: {cu[:8]}...")
+    if len(cu_q) != len(cu_k):
+        raise ValueError(f"{len(cu_q) - 1} query documents but {len(cu_k) - 1} key documents")
+    seq_q = cu_q[-1] if seq_q is None else seq_q
+    seq_k = (seq_q if cu_seqlens_k is None else cu_k[-1]) if seq_k is None else seq_k
+    if seq_q < cu_q[-1] or seq_k < cu_k[-1]:
+        raise ValueError(
+            f"documents end at q={cu_q[-1]}, k={cu_k[-1]}, past {seq_q=}, {seq_k=}"
+        )
+    bands = []
+    for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
+        offset = k0 - q0 + _alignment(q1 - q0, k1 - k0, align)
+        lo = None if left is None else offset - left
+        hi = offset if causal else None
+        bands.append(Band(q0, q1, k0, k1, lo, hi).trimmed())
+    starts = sorted({k for k in cu_k if 0 < k < seq_k})
+    return _mask(seq_q, seq_k, bands, "documents", starts)
+
+
+def stack(masks: Sequence[Mask]) -> Mask:
+    """One mask per batch row, of equal lengths."""
+    if not masks:
+        raise ValueError("stack needs at least one mask")
+    sizes = sorted({(m.seq_q, m.seq_k) for m in masks})
+    if len(sizes) > 1 or any(m.batch != 1 for m in masks):
+        raise ValueError(f"stack takes single-row masks of one size, got sizes {sizes}")
+    starts = sorted({start for m in masks for start in m.documents})
+    seq_q, seq_k = sizes[0]
+    return Mask(seq_q, seq_k, tuple(m.rows[0] for m in masks), tuple(starts), "stack")

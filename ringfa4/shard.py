@@ -1,0 +1,203 @@
+"""Who owns which positions.
+
+A :class:`Chunk` is a run of global positions start, start + stride, ...; a :class:`Shard` is the chunks of
+one rank, in the order in which its tokens lie in memory; a :class:`Sharding` gives every rank a shard so
+that each position of [0, seq) has exactly one owner. Records (128 tokens, the unit of transfer) are counted
+per chunk: a chunk of n tokens is ceil(n / 128) records, the last one padded.
+
+Pure integers: neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ringfa4.mask import Mask
+
+RECORD = 128
+"""Tokens in a record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Global positions start + stride * a for 0 <= a < count."""
+
+    start: int
+    count: int
+    stride: int = 1
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def records(self) -> int:
+        return -(-self.count // RECORD)
+
+    def positions(self) -> range:
+        return range(self.start, self.start + self.stride * self.count, self.stride)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The chunks of one rank. Empty chunks are dropped; ``Shard(())`` owns nothing."""
+
+    chunks: tuple[Chunk, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "chunks", tuple(c for c in self.chunks if c.count > 0))
+
+    def __len__(self) -> int:
+        return self.offsets[-1]
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Local index of each chunk's first token, and the shard's length at the end."""
+        return (0, *accumulate(c.count for c in self.chunks))
+
+    @cached_property
+    def record_base(self) -> tuple[int, ...]:
+        """Number of records before each chunk, and the shard's number of records at the end."""
+        return (0, *accumulate(c.records for c in self.chunks))
+
+    @property
+    def records(self) -> int:
+        return self.record_base[-1]
+
+    def positions(self) -> Iterator[int]:
+        """Global positions in local order."""
+        for chunk in self.chunks:
+            yield from chunk.positions()
+
+    def split(self, starts: Iterable[int]) -> Shard:
+        """Cut chunks so that none holds tokens from both sides of any position of ``starts`` (sorted)."""
+        cuts = sorted(starts)
+        pieces = []
+        for chunk in self.chunks:
+            begin = chunk.start
+            last = chunk.start + chunk.stride * (chunk.count - 1)
+            edges = [0]
+            for cut in cuts[bisect_right(cuts, begin) : bisect_right(cuts, last)]:
+                edge = -(-(cut - begin) // chunk.stride)
+                if edge != edges[-1]:
+                    edges.append(edge)
+            edges.append(chunk.count)
+            for a, b in zip(edges, edges[1:], strict=False):
+                pieces.append(Chunk(begin + chunk.stride * a, b - a, chunk.stride))
+        return Shard(tuple(pieces))
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """``shards[r]`` belongs to rank r; together they hold each position of [0, seq) once (checked)."""
+
+    name: str
+    seq: int
+    shards: tuple[Shard, ...]
+
+    def __post_init__(self) -> None:
+        if not self.shards:
+            raise ValueError("a sharding needs at least one rank")
+        _require_partition(self)
+
+    @property
+    def world(self) -> int:
+        return len(self.shards)
+
+    def split(self, starts: Iterable[int]) -> Sharding:
+        cuts = sorted(starts)
+        if not cuts:
+            return self
+        return Sharding(self.name, self.seq, tuple(s.split(cuts) for s in self.shards))
+
+
+def _require_partition(sharding: Sharding) -> None:
+    """By residue class: unit-stride runs and stripes of one common stride tile [0, seq) exactly."""
+    chunks = [c for s in sharding.shards for c in s.chunks]
+    total = sum(c.count for c in chunks)
+    if total != sharding.seq:
+        raise ValueError(f"sharding {sharding.name!r} holds {total} tokens of {sharding.seq}")
+    strides = {c.stride for c in chunks}
+    if len(strides) > 1:
+        raise ValueError(f"chunks of one sharding need one stride, got {sorted(strides)}")
+    stride = strides.pop() if strides else 1
+    ordered = sorted(chunks, key=lambda c: (c.start % stride, c.start))
+    expected, residue = 0, 0
+    for chunk in ordered:
+        if chunk.start % stride != residue:
+            residue = chunk.start % stride
+            expected = residue
+        if chunk.start != expected:
+            raise ValueError(f"sharding {sharding.name!r}: {chunk} where {expected} was due")
+        expected = chunk.start + chunk.stride * chunk.count
+        if chunk.start + chunk.stride * (chunk.count - 1) >= sharding.seq:
+            raise ValueError(f"sharding {sharding.name!r}: {chunk} leaves {sharding.seq=}")
+
+
+def _runs(lengths: Iterable[int]) -> list[tuple[int, int]]:
+    """(start, length) of consecutive runs."""
+    runs, start = [], 0
+    for length in lengths:
+        runs.append((start, length))
+        start += length
+    return runs
+
+
+def _even(total: int, parts: int) -> list[int]:
+    """Lengths that differ by at most one, the longer ones first."""
+    base, extra = divmod(total, parts)
+    return [base + (i < extra) for i in range(parts)]
+
+
+def _check(seq: int, world: int) -> None:
+    if world < 1 or seq < 0:
+        raise ValueError(f"need at least one rank and no negative length: {seq=}, {world=}")
+
+
+def contiguous(seq: int, world: int) -> Sharding:
+    """Rank r owns the r-th run of about seq / world tokens. Unbalanced under causal masks."""
+    _check(seq, world)
+    return Sharding(
+        "contiguous", seq, tuple(Shard((Chunk(a, n),)) for a, n in _runs(_even(seq, world)))
+    )
+
+
+def uneven(lengths: Iterable[int]) -> Sharding:
+    """Rank r owns the r-th run, of lengths[r] tokens: shards given by the caller."""
+    sizes = [int(n) for n in lengths]
+    if any(n < 0 for n in sizes):
+        raise ValueError(f"shard lengths must not be negative: {sizes}")
+    return Sharding("uneven", sum(sizes), tuple(Shard((Chunk(a, n),)) for a, n in _runs(sizes)))
+
+
+def zigzag(seq: int, world: int) -> Sharding:
+    """2 * world runs; rank r owns runs r and 2 * world - 1 - r. Balanced under causal masks."""
+    _check(seq, world)
+    runs = [Chunk(a, n) for a, n in _runs(_even(seq, 2 * world))]
+    return Sharding(
+        "zigzag", seq, tuple(Shard((runs[r], runs[2 * world - 1 - r])) for r in range(world))
+    )
+
+
+def striped(seq: int, world: int) -> Sharding:
+    """Rank r owns r, r + world, r + 2 * world, ... Balanced to a row for any causal or window mask."""
+    _check(seq, world)
+    return Sharding(
+        "striped",
+        seq,
+        tuple(Shard((Chunk(r, len(range(r, seq, world)), world),)) for r in range(world)),
+    )
+
+
+def balanced(mask: Mask, world: int, *, side: str = "q", block: int | None = None) -> Sharding:
+    """Equal tokens and band areas as equal as a greedy solver gets them.
+
+    The sequence (``side``: queries or keys of ``mask``) is cut into blocks; the largest areas go first, each
+    to the rank with the least area that still has room. Blocks that end up adjacent on a rank become one chunk.
+    """
+    raise NotImplementedError  # TODO(H1)

@@ -1,0 +1,222 @@
+"""How K and V look as bytes while they travel: the wire formats.
+
+A shard on the wire is an array of records; a record holds 128 consecutive tokens of one chunk, all batch rows and all K/V
+heads, in the layout the kernel reads. So any token range is one contiguous copy, encoding happens once (at the
+owner, straight into the transport's outbox), and nobody repacks on arrival. The tail of a chunk's last record
+is padding: payload 0 (and neutral scales, for formats that have them).
+
+Plain formats (the input dtype as it is) interleave token by token:
+
+    record = [128 tokens][batch][ K: heads_kv * dk | V: heads_kv * dv ]
+
+so K and V of any token range are strided views, no copy. dK/dV travel in the same layout in fp32 (:data:`GRADIENT`).
+MXFP8 formats live in :mod:`ringfa4.mx.wire`.
+
+torch is imported; nothing here communicates or computes attention.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ringfa4.plan import RecordRange
+from ringfa4.shard import RECORD, Shard
+
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What one token of K and V is: ``dtype`` is the callers' dtype, before encoding."""
+
+    batch: int
+    heads_kv: int
+    dk: int
+    dv: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class RecordMap:
+    """Where the records of some ranges of a shard lie when packed one after another.
+
+    ``whole(shard)`` is the map of the owner's outbox; ``RecordMap(shard, step.ranges)`` that of a fetched view.
+    """
+
+    shard: Shard
+    ranges: tuple[RecordRange, ...]
+
+    @classmethod
+    def whole(cls, shard: Shard) -> RecordMap:
+        return cls(
+            shard, tuple(RecordRange(c, 0, chunk.records) for c, chunk in enumerate(shard.chunks))
+        )
+
+    @cached_property
+    def records(self) -> int:
+        return sum(len(r) for r in self.ranges)
+
+    @cached_property
+    def _base(self) -> dict[int, tuple[int, RecordRange]]:
+        table, at = {}, 0
+        for r in self.ranges:
+            table[r.chunk] = (at, r)
+            at += len(r)
+        return table
+
+    def row(self, chunk: int, token: int) -> int:
+        """Packed row (record * 128 + row in record) of ``token`` of ``chunk``; ``token`` may be the range's end."""
+        base, r = self._base[chunk]
+        if not r.start * RECORD <= token <= r.stop * RECORD:
+            raise AssertionError(f"token {token} of chunk {chunk} is outside {r}")
+        return (base - r.start) * RECORD + token
+
+    def tokens(self) -> list[tuple[int, int, int]]:
+        """(chunk, first token, token past the last) for each range, without the padding."""
+        return [
+            (r.chunk, r.start * RECORD, min(r.stop * RECORD, self.shard.chunks[r.chunk].count))
+            for r in self.ranges
+        ]
+
+    def spans(self, record_bytes: int) -> tuple[tuple[int, int], ...]:
+        """(byte offset in the owner's outbox, bytes) to copy, in order; adjacent ranges are joined."""
+        spans: list[tuple[int, int]] = []
+        for r in self.ranges:
+            start = (self.shard.record_base[r.chunk] + r.start) * record_bytes
+            size = len(r) * record_bytes
+            if spans and sum(spans[-1]) == start:
+                spans[-1] = (spans[-1][0], spans[-1][1] + size)
+            elif size:
+                spans.append((start, size))
+        return tuple(spans)
+
+
+class EncodedShard(ABC):
+    """Records of one owner as a kernel sees them: bytes, and where each token is.
+
+    ``wire`` names the format; kernels that read the bytes themselves check it and use ``buffer`` and ``map``; others ask for
+    :meth:`keys_values`.
+    """
+
+    def __init__(self, wire: str, geometry: Geometry, map: RecordMap, buffer: Tensor) -> None:
+        self.wire, self.geometry, self.map, self.buffer = wire, geometry, map, buffer
+
+    @abstractmethod
+    def keys_values(self, chunk: int, k0: int, k1: int) -> tuple[Tensor, Tensor]:
+        """K (b, k1-k0, heads_kv, dk) and V (b, k1-k0, heads_kv, dv) of tokens [k0, k1) of ``chunk``.
+
+        Plain wires return views in the input dtype; quantising wires decode (once a shard, cached) to the input dtype.
+        """
+
+
+class WireFormat(ABC):
+    """One format. Stateless; ``name`` is what users write and what the plan's digest covers."""
+
+    name: str
+
+    def supports(self, geometry: Geometry) -> str | None:
+        """None, or why this geometry cannot travel in this format."""
+        return None
+
+    def split_at(self, documents: Sequence[int]) -> tuple[int, ...]:
+        """Positions at which a shard's chunks must be cut so that tokens of different documents never share a group."""
+        return ()
+
+    @abstractmethod
+    def record_bytes(self, geometry: Geometry, direction: Direction) -> int:
+        """Bytes of a record, a multiple of 128."""
+
+    @abstractmethod
+    def encode(self, k: Tensor, v: Tensor, shard: Shard, out: Tensor, direction: Direction) -> None:
+        """Write the whole shard into ``out`` (uint8, ``shard.records * record_bytes``), padding included.
+
+        k (b, s, heads_kv, dk), v (b, s, heads_kv, dv), s = len(shard), any strides, local order.
+        """
+
+    @abstractmethod
+    def view(self, geometry: Geometry, map: RecordMap, buffer: Tensor, direction: Direction) -> EncodedShard:
+        """Read ``buffer`` (uint8, packed as ``map`` says; may be larger) as records."""
+
+
+class PlainShard(EncodedShard):
+    """Strided K and V over interleaved records."""
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        g = self.geometry
+        width = g.heads_kv * (g.dk + g.dv)
+        rows = self.map.records * RECORD
+        item = torch.empty(0, dtype=g.dtype).element_size()
+        flat = self.buffer[: rows * g.batch * width * item].view(g.dtype)
+        return flat.view(rows, g.batch, width)
+
+    def keys_values(self, chunk: int, k0: int, k1: int) -> tuple[Tensor, Tensor]:
+        g = self.geometry
+        first = self.map.row(chunk, k0)
+        rows = self._rows[first : first + (k1 - k0)]
+        k, v = rows.split([g.heads_kv * g.dk, g.heads_kv * g.dv], dim=-1)
+        return (
+            k.unflatten(-1, (g.heads_kv, g.dk)).transpose(0, 1),
+            v.unflatten(-1, (g.heads_kv, g.dv)).transpose(0, 1),
+        )
+
+
+@dataclass(frozen=True)
+class PlainWire(WireFormat):
+    """The input dtype as it is. ``dtype`` must be that of K and V."""
+
+    name: str
+    dtype: torch.dtype
+
+    def supports(self, geometry: Geometry) -> str | None:
+        if geometry.dtype != self.dtype:
+            return f"wire {self.name!r} carries {self.dtype}, the inputs are {geometry.dtype}"
+        return None
+
+    def record_bytes(self, geometry: Geometry, direction: Direction) -> int:
+        item = torch.empty(0, dtype=self.dtype).element_size()
+        return RECORD * geometry.batch * geometry.heads_kv * (geometry.dk + geometry.dv) * item
+
+    def encode(self, k: Tensor, v: Tensor, shard: Shard, out: Tensor, direction: Direction) -> None:
+        geometry = Geometry(k.shape[0], k.shape[2], k.shape[3], v.shape[3], k.dtype)
+        encoded = PlainShard(self.name, geometry, RecordMap.whole(shard), out)
+        for c, chunk in enumerate(shard.chunks):
+            local = slice(shard.offsets[c], shard.offsets[c] + chunk.count)
+            to_k, to_v = encoded.keys_values(c, 0, chunk.count)
+            to_k.copy_(k[:, local])
+            to_v.copy_(v[:, local])
+            for pad in encoded.keys_values(c, chunk.count, chunk.records * RECORD):
+                pad.zero_()
+
+    def view(self, geometry: Geometry, map: RecordMap, buffer: Tensor, direction: Direction) -> PlainShard:
+        return PlainShard(self.name, geometry, map, buffer)
+
+
+GRADIENT = PlainWire("gradient", torch.float32)
+"""How dK and dV travel back to their owner and are summed there."""
+
+PLAIN = {
+    torch.float32: PlainWire("fp32", torch.float32),
+    torch.bfloat16: PlainWire("bf16", torch.bfloat16),
+    torch.float16: PlainWire("fp16", torch.float16),
+    torch.float64: PlainWire("fp64", torch.float64),
+}
+
+
+def wire_format(name: str | None, dtype: torch.dtype) -> WireFormat:
+    """The format called ``name``; None is the input dtype as it is. ValueError for unknown names."""
+    if name is None:
+        if dtype not in PLAIN:
+            raise ValueError(f"no wire carries {dtype}; choose one of {sorted(map(str, PLAIN))}")
+        return PLAIN[dtype]
+    table: dict[str, WireFormat] = {w.name: w for w in PLAIN.values()}
+    if name not in table:
+        raise ValueError(f"unknown wire {name!r}; there are {sorted(table)}")
+    return table[name]
