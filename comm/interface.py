@@ -30,7 +30,7 @@ Group ranks everywhere, never global ranks. Bytes and JSON, never pickle.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -161,6 +161,14 @@ class Transport(ABC):
     @abstractmethod
     def open(self, schedule: Schedule) -> Exchange:
         """Begin a call. ValueError when a schedule is not this rank's; RuntimeError under CUDA-graph capture."""
+
+    @abstractmethod
+    def all_gather(self, local: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Every rank's bytes, by rank: ``local`` is 1-D uint8 with ``sizes[rank]`` elements; sizes may differ and be 0.
+
+        Outside an exchange, in the same order on all ranks, after :meth:`Control.gather` agreed on the sizes. Sharding, sinks and means are
+        built on it (sums are taken in rank order, hence deterministic).
+        """
 
     @abstractmethod
     def abort(self, reason: str) -> None:
