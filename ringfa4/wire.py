@@ -9,7 +9,7 @@ Plain formats (the input dtype as it is) interleave token by token:
 
     record = [128 tokens][batch][ K: heads_kv * dk | V: heads_kv * dv ]
 
-so K and V of any token range are strided views, no copy. dK/dV travel in the same layout in fp32 (:data:`GRADIENT`).
+so K and V of any token range are strided views, no copy. dK/dV travel in the same layout in fp32 (:func:`gradient_wire`).
 MXFP8 formats live in :mod:`ringfa4.mx.wire`.
 
 torch is imported; nothing here communicates or computes attention.
@@ -200,7 +200,12 @@ class PlainWire(WireFormat):
 
 
 GRADIENT = PlainWire("gradient", torch.float32)
-"""How dK and dV travel back to their owner and are summed there."""
+
+
+def gradient_wire(dtype: torch.dtype) -> PlainWire:
+    """How dK and dV of inputs in ``dtype`` travel back to their owner and are summed there: fp32 (fp64 for fp64)."""
+    return PLAIN[torch.float64] if dtype == torch.float64 else GRADIENT
+
 
 PLAIN = {
     torch.float32: PlainWire("fp32", torch.float32),

@@ -1,0 +1,70 @@
+"""From a plan to the data movement of one rank: records become byte spans.
+
+    receive(t) = spans of step(rank, t).ranges in the source's outbox
+    send(t)    = spans of step(reader, t).ranges in the own outbox,   reader = the rank that reads from us in step t
+    grad_out   = fp32 records of the same ranges, to the owner;   grad_in = what the reader of step t returns to us
+
+Contribution numbers count, per owner, the steps in which somebody has dK/dV for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ringfa4.comm.interface import GradTransfer, Schedule, StepTransfers, Transfer
+from ringfa4.plan import Plan, RecordRange
+from ringfa4.wire import Direction, Geometry, RecordMap, WireFormat, gradient_wire
+
+
+def schedule(
+    plan: Plan, rank: int, wire: WireFormat, geometry: Geometry, direction: Direction
+) -> Schedule:
+    """The transfers of ``rank`` for one call.
+
+    ``fetch_bytes`` and ``grad_bytes`` are this rank's own needs: the context replaces them by the maxima over
+    the ranks, which travel in the call's header (an exact maximum would cost world**2 plan look-ups).
+    """
+    record = wire.record_bytes(geometry, direction)
+    backward = direction == "backward"
+    grad_record = gradient_wire(geometry.dtype).record_bytes(geometry, direction)
+    shards = plan.k_sharding.shards
+    steps = [StepTransfers()]
+    given = 0
+    for t in range(1, plan.world):
+        owner, reader = plan.owner(rank, t), plan.reader(rank, t)
+        wanted, asked = plan.ranges(rank, t), plan.ranges(reader, t)
+        grad_out = grad_in = None
+        if backward and wanted:
+            number = _contributions_before(plan, owner, t)
+            grad_out = GradTransfer(owner, number, _records(wanted) * grad_record)
+        if backward and asked:
+            grad_in = GradTransfer(reader, given, _records(asked) * grad_record)
+            given += 1
+        receive, send = (
+            Transfer(peer, RecordMap(shard, ranges).spans(record)) if ranges else None
+            for peer, shard, ranges in (
+                (plan.source(rank, t), shards[owner], wanted),
+                (reader, shards[rank], asked),
+            )
+        )
+        steps.append(StepTransfers(receive, send, grad_out, grad_in))
+    transfers = [s.receive.nbytes for s in steps if s.receive]
+    grads = [g.nbytes for s in steps for g in (s.grad_out, s.grad_in) if g]
+    return Schedule(
+        rank=rank,
+        world=plan.world,
+        own_bytes=shards[rank].records * record,
+        outbox_bytes=max(s.records for s in shards) * record,
+        fetch_bytes=max(transfers, default=0),
+        grad_bytes=max(grads, default=0),
+        steps=tuple(steps),
+    )
+
+
+def _records(ranges: Sequence[RecordRange]) -> int:
+    return sum(len(r) for r in ranges)
+
+
+def _contributions_before(plan: Plan, owner: int, step: int) -> int:
+    """Contributions to ``owner`` in steps 1 .. step - 1."""
+    return sum(bool(plan.ranges(plan.reader(owner, t), t)) for t in range(1, step))
