@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from ringfa4.mask import Band, Mask
-from ringfa4.shard import RECORD, Chunk, Shard, Sharding
+from ringfa4.mask import Band, Intervals, Mask
+from ringfa4.shard import RECORD, Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,38 +86,164 @@ class Step:
 class Plan:
     """The work of all ranks; :meth:`step` materialises one rank's step when asked.
 
-    ``split_documents``: cut the owner's chunks where documents start, so that no record holds two documents
-    (wires that quantise groups of tokens want this; see :meth:`ringfa4.wire.WireFormat.split_at`).
+    Wires that quantise groups of tokens want no record to hold two documents: the caller passes a
+    ``k_sharding`` already cut there (``k_sharding.split(document_cuts(mask))``).
+
+    Only :meth:`step` and :meth:`steps` build tasks and keep them; everything a rank asks about the
+    others (:meth:`ranges`, :meth:`busy`, :meth:`areas`) leaves no tasks behind.
+
+    Raises ValueError when mask and shardings do not fit together.
     """
 
     mask: Mask
     q_sharding: Sharding
     k_sharding: Sharding
+    _steps: dict[tuple[int, int], Step] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
-        """Raises ValueError when mask and shardings do not fit together."""
-        raise NotImplementedError  # TODO(H1)
+        mask, q, k = self.mask, self.q_sharding, self.k_sharding
+        if q.world != k.world:
+            raise ValueError(f"q is sharded over {q.world} ranks, k over {k.world}")
+        if (q.seq, k.seq) != (mask.seq_q, mask.seq_k):
+            raise ValueError(
+                f"shardings of q={q.seq}, k={k.seq} tokens do not fit {mask.seq_q=}, {mask.seq_k=}"
+            )
+        if q.stride != k.stride and mask.features & {"lo", "hi"}:
+            raise ValueError(
+                f"mask {mask.name!r} bounds j - i, which needs q and k sharded with one stride: "
+                f"q {q.name!r} has {q.stride}, k {k.name!r} has {k.stride}"
+            )
 
     @property
     def world(self) -> int:
         return self.q_sharding.world
 
     def step(self, rank: int, index: int) -> Step:
-        """Step ``index`` in [0, world) of ``rank``. Cached per (rank, index)."""
-        raise NotImplementedError  # TODO(H1)
+        """Step ``index`` in [0, world) of ``rank``. Cached."""
+        found = self._steps.get((rank, index))
+        if found is None:
+            found = self._steps[rank, index] = self._build(rank, index)
+        return found
 
     def steps(self, rank: int) -> tuple[Step, ...]:
+        """All steps of ``rank``, in order; the empty ones too, since peers count on the index."""
         return tuple(self.step(rank, t) for t in range(self.world))
 
-    def ranges(self, rank: int, index: int) -> tuple[RecordRange, ...]:
-        """As ``step(rank, index).ranges``, without building the tasks: what a peer reads from its source."""
-        raise NotImplementedError  # TODO(H1)
+    def owner(self, rank: int, index: int) -> int:
+        """The rank whose K/V ``rank`` computes with in step ``index``."""
+        if not (0 <= rank < self.world and 0 <= index < self.world):
+            raise ValueError(f"{rank=} and {index=} must be within 0..{self.world - 1}")
+        return (rank - index) % self.world
 
     def reader(self, rank: int, index: int) -> int:
         """The rank that reads from ``rank`` in step ``index`` (it may need no records)."""
         return (rank + index) % self.world
 
+    def ranges(self, rank: int, index: int) -> tuple[RecordRange, ...]:
+        """``step(rank, index).ranges`` without building its tasks: what a peer reads from its source."""
+        found = self._steps.get((rank, index))
+        if found is not None:
+            return found.ranges
+        spans: dict[int, tuple[int, int]] = {}
+        for _, _, k_chunk, band in self._pieces(rank, self.owner(rank, index)):
+            k0, k1 = spans.get(k_chunk, (band.k0, band.k1))
+            spans[k_chunk] = min(k0, band.k0), max(k1, band.k1)
+        return _records(spans)
+
+    def busy(self, rank: int, index: int) -> bool:
+        """Whether the step has tasks; otherwise it moves nothing."""
+        return next(self._pieces(rank, self.owner(rank, index)), None) is not None
+
+    def contributions(self, owner: int) -> tuple[int, ...]:
+        """The steps (from 1 on) in which dK/dV reach ``owner`` from its reader, in plan order."""
+        return tuple(t for t in range(1, self.world) if self.busy(self.reader(owner, t), t))
+
+    def areas(self, rank: int) -> tuple[int, ...]:
+        """``step(rank, t).area`` for each t."""
+        return tuple(
+            sum(band.area for _, _, _, band in self._pieces(rank, self.owner(rank, t)))
+            for t in range(self.world)
+        )
+
+    @cached_property
+    def balance(self) -> float:
+        """Most work of a rank over the mean, in pairs: 1.0 is perfect (and also the empty mask's)."""
+        work = [sum(self.areas(rank)) for rank in range(self.world)]
+        assert sum(work) == self.mask.area
+        return max(work) * self.world / sum(work) if sum(work) else 1.0
+
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes that are equal exactly when two ranks hold the same plan."""
-        raise NotImplementedError  # TODO(H1)
+        """32 bytes that are equal exactly when two ranks hold the same plan; names do not count."""
+        mask = [[[b.q0, b.q1, b.k0, b.k1, b.lo, b.hi] for b in bands] for bands in self.mask.rows]
+        shardings = [
+            [[[c.start, c.count, c.stride] for c in shard.chunks] for shard in sharding.shards]
+            for sharding in (self.q_sharding, self.k_sharding)
+        ]
+        seqs = [self.mask.seq_q, self.mask.seq_k]
+        return hashlib.sha256(json.dumps([seqs, mask, shardings]).encode()).digest()
+
+    def _build(self, rank: int, index: int) -> Step:
+        owner = self.owner(rank, index)
+        assert self.reader(owner, index) == rank, "the sources of a step are a permutation"
+        pairs: dict[tuple[int, int, int], list[Band]] = {}
+        for row, q_chunk, k_chunk, band in self._pieces(rank, owner):
+            pairs.setdefault((row, q_chunk, k_chunk), []).append(band)
+        tasks, spans = [], dict[int, tuple[int, int]]()
+        for row, q_chunk, k_chunk in sorted(pairs):
+            bands = pairs[row, q_chunk, k_chunk]
+            q = min(b.q0 for b in bands), max(b.q1 for b in bands)
+            k = min(b.k0 for b in bands), max(b.k1 for b in bands)
+            batch = None if self.mask.batch == 1 else row
+            tasks.append(Task(batch, q_chunk, k_chunk, q, k, tuple(bands)))
+            k0, k1 = spans.get(k_chunk, k)
+            spans[k_chunk] = min(k0, k[0]), max(k1, k[1])
+        return Step(index, owner, owner, _records(spans), tuple(tasks))
+
+    def _pieces(self, rank: int, owner: int) -> Iterator[tuple[int, int, int, Band]]:
+        """(mask row, q chunk, k chunk, non-empty band in chunk coordinates) of ``rank`` with ``owner``.
+
+        Bands are found by the q chunk's positions and k chunks by the keys which those rows of a band
+        reach, so the work follows what is there rather than bands x chunks x chunks.
+        """
+        q_chunks, k_chunks = (
+            self.q_sharding.shards[rank].chunks,
+            self.k_sharding.shards[owner].chunks,
+        )
+        owned = self._owned[owner]
+        for row, (bands, index) in enumerate(self._rows):
+            for c, q in enumerate(q_chunks):
+                start, stop = q.start, q.stop
+                for n in index.touching(start, stop):
+                    band = bands[n]
+                    k0, k1 = band.k0, band.k1
+                    if band.lo is not None:
+                        k0 = max(k0, max(start, band.q0) + band.lo)
+                    if band.hi is not None:
+                        k1 = min(k1, min(stop, band.q1) + band.hi)
+                    for d in owned.touching(k0, k1):
+                        k = k_chunks[d]
+                        local = band.strided(q.start, k.start, q.stride, k.stride)
+                        piece = local.within(0, q.count, 0, k.count)
+                        if piece is not None:
+                            yield row, c, d, piece
+
+    @cached_property
+    def _rows(self) -> list[tuple[tuple[Band, ...], Intervals]]:
+        return [(bands, Intervals([(b.q0, b.q1) for b in bands])) for bands in self.mask.rows]
+
+    @cached_property
+    def _owned(self) -> list[Intervals]:
+        return [
+            Intervals([(c.start, c.stop) for c in shard.chunks]) for shard in self.k_sharding.shards
+        ]
+
+
+def _records(spans: dict[int, tuple[int, int]]) -> tuple[RecordRange, ...]:
+    """Chunk -> tokens needed, as whole records in chunk order."""
+    return tuple(
+        RecordRange(chunk, k0 // RECORD, -(-k1 // RECORD))
+        for chunk, (k0, k1) in sorted(spans.items())
+    )

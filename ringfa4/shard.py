@@ -35,6 +35,15 @@ class Chunk:
     def __len__(self) -> int:
         return self.count
 
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.count < 0 or self.stride < 1:
+            raise ValueError(f"{self} needs start >= 0, count >= 0, stride >= 1")
+
+    @property
+    def stop(self) -> int:
+        """One past the last position (``start`` when empty)."""
+        return self.start + self.stride * (self.count - 1) + 1 if self.count else self.start
+
     @property
     def records(self) -> int:
         return -(-self.count // RECORD)
@@ -108,6 +117,11 @@ class Sharding:
     @property
     def world(self) -> int:
         return len(self.shards)
+
+    @cached_property
+    def stride(self) -> int:
+        """The one stride of all chunks (1 when there are none)."""
+        return next((c.stride for s in self.shards for c in s.chunks), 1)
 
     def split(self, starts: Iterable[int]) -> Sharding:
         cuts = sorted(starts)
