@@ -19,6 +19,8 @@ One call (forward or backward of one attention) is one :class:`Exchange`:
             add c.view; c.release()
     ex.finish()
 
+The contributions of step t may be taken one step later, after send_grads(t + 1), so that they travel while step t + 1 computes; not later than that.
+
 dK/dV protocol: the owner's inbox has two slots. Contribution i to an owner (plan order: step order, one per step at most) uses slot i % 2, and its sender starts only
 when the owner has released contribution i - 2. The owner takes contributions in plan order, so sums are deterministic.
 
@@ -30,7 +32,7 @@ Group ranks everywhere, never global ranks. Bytes and JSON, never pickle.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +90,35 @@ class Schedule:
     grad_bytes: int
     steps: tuple[StepTransfers, ...]
 
+    def require_valid(self, rank: int, world: int) -> None:
+        """Raises ValueError unless this is a schedule of ``rank`` of ``world`` that keeps the rules above."""
+        if (self.rank, self.world) != (rank, world):
+            raise ValueError(
+                f"the schedule is for rank {self.rank} of {self.world}, the transport is rank {rank} of {world}"
+            )
+        if self.own_bytes > self.outbox_bytes:
+            raise ValueError(f"{self.own_bytes=} exceeds {self.outbox_bytes=}")
+        if not self.steps or self.steps[0] != StepTransfers():
+            raise ValueError("step 0 is local and moves nothing")
+        given = 0
+        for number, step in enumerate(self.steps):
+            for transfer in (step.receive, step.send, step.grad_out, step.grad_in):
+                if transfer is not None and (
+                    transfer.peer == rank or not 0 <= transfer.peer < world or transfer.nbytes <= 0
+                ):
+                    raise ValueError(f"step {number} of rank {rank} of {world}: {transfer}")
+            if step.receive is not None and step.receive.nbytes > self.fetch_bytes:
+                raise ValueError(f"step {number} receives {step.receive.nbytes} > {self.fetch_bytes=}")
+            if step.send is not None and max(map(sum, step.send.spans)) > self.own_bytes:
+                raise ValueError(f"step {number} sends {step.send} of {self.own_bytes=}")
+            for grad in (step.grad_out, step.grad_in):
+                if grad is not None and grad.nbytes > self.grad_bytes:
+                    raise ValueError(f"step {number}: {grad} exceeds {self.grad_bytes=}")
+            if step.grad_in is not None:
+                if step.grad_in.index != given:
+                    raise ValueError(f"step {number}: contribution {given} is due, not {step.grad_in}")
+                given += 1
+
 
 class Handle(ABC):
     """A fetch under way."""
@@ -106,11 +137,10 @@ class Contribution:
 
     peer: int
     view: Tensor
-    _release: object
+    _release: Callable[[], None]
 
     def release(self) -> None:
         """Reads of ``view`` issued so far on the current stream are the last ones."""
-        assert callable(self._release)
         self._release()
 
 
@@ -196,7 +226,7 @@ class Control(ABC):
 
     @abstractmethod
     def failure(self) -> tuple[int, str] | None:
-        """(rank, reason) of a peer that reported a failure, if any. Cheap enough to poll."""
+        """(rank, reason) of the first peer that reported a failure, if any. Cheap enough to poll while waiting."""
 
     @abstractmethod
     def close(self) -> None:
