@@ -2,12 +2,12 @@
 
 Three kinds, told apart because a caller does something different with each:
 
-- ``ValueError``: the caller passed something that cannot be computed. It names the values, is raised
-  alike on every rank, and nothing has moved. The context stays usable.
+- ``ValueError``: the caller passed something that cannot be computed. It names the values, is
+  raised alike on every rank, and nothing has moved. The context stays usable.
 - :class:`PeerError`: another rank failed, left, or is late. This rank did nothing wrong; the whole
   group has to be restarted.
-- :class:`ContextBrokenError`: a call on a context that already failed. After a failure ranks no longer agree
-  on which call they are in, so going on could only give wrong results.
+- :class:`ContextBrokenError`: a call on a context that already failed. After a failure ranks no
+  longer agree on which call they are in, so going on could only give wrong results.
 
 ``assert`` is for this library's own invariants and never for a caller's input.
 """
@@ -42,4 +42,6 @@ class ContextBrokenError(RingError):
 
 
 class MissingLibraryError(RingError):
-    """An optional library that was asked for by name is not there; the message says how to get it."""
+    """An optional library that was asked for by name is not there; the message says how to get
+    it.
+    """

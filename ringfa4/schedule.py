@@ -1,8 +1,9 @@
 """From a plan to the data movement of one rank: records become byte spans.
 
     receive(t) = spans of step(rank, t).ranges in the source's outbox
-    send(t)    = spans of step(reader, t).ranges in the own outbox,   reader = the rank that reads from us in step t
-    grad_out   = fp32 records of the same ranges, to the owner;   grad_in = what the reader of step t returns to us
+    send(t)    = spans of step(reader, t).ranges in the own outbox,   reader = the rank that reads
+    from us in step t grad_out   = fp32 records of the same ranges, to the owner;   grad_in = what
+    the reader of step t returns to us
 
 Contribution numbers count, per owner, the steps in which somebody has dK/dV for it.
 """
@@ -21,8 +22,9 @@ def schedule(
 ) -> Schedule:
     """The transfers of ``rank`` for one call.
 
-    ``fetch_bytes`` and ``grad_bytes`` are this rank's own needs: the context replaces them by the maxima over
-    the ranks, which travel in the call's header (an exact maximum would cost world**2 plan look-ups).
+    ``fetch_bytes`` and ``grad_bytes`` are this rank's own needs: the context replaces them by the
+    maxima over the ranks, which travel in the call's header (an exact maximum would cost world**2
+    plan look-ups).
     """
     record = wire.record_bytes(geometry, direction)
     backward = direction == "backward"
@@ -35,7 +37,7 @@ def schedule(
         wanted, asked = plan.ranges(rank, t), plan.ranges(reader, t)
         grad_out = grad_in = None
         if backward and wanted:
-            number = _contributions_before(plan, owner, t)
+            number = plan.contributions(owner).index(t)
             grad_out = GradTransfer(owner, number, _records(wanted) * grad_record)
         if backward and asked:
             grad_in = GradTransfer(reader, given, _records(asked) * grad_record)
@@ -43,7 +45,7 @@ def schedule(
         receive, send = (
             Transfer(peer, RecordMap(shard, ranges).spans(record)) if ranges else None
             for peer, shard, ranges in (
-                (plan.source(rank, t), shards[owner], wanted),
+                (owner, shards[owner], wanted),
                 (reader, shards[rank], asked),
             )
         )
@@ -63,8 +65,3 @@ def schedule(
 
 def _records(ranges: Sequence[RecordRange]) -> int:
     return sum(len(r) for r in ranges)
-
-
-def _contributions_before(plan: Plan, owner: int, step: int) -> int:
-    """Contributions to ``owner`` in steps 1 .. step - 1."""
-    return sum(bool(plan.ranges(plan.reader(owner, t), t)) for t in range(1, step))

@@ -1,12 +1,15 @@
 """What an observer of a ring call sees: spans, each with a kind and a step.
 
-The executor calls ``observer.span(kind, step)`` around everything that takes time; the default does nothing. Kinds:
+The executor calls ``observer.span(kind, step)`` around everything that takes time; the default does
+nothing. Kinds:
 
-    agree    header exchange          encode   K/V into the outbox        publish  make the outbox readable
-    fetch    start a transfer         wait     until its bytes are here   compute  block kernel
-    grads    hand dK/dV over          reduce   add what peers returned    finish   finalise, convert
+    agree    header exchange          encode   K/V into the outbox        publish  make the outbox
+    readable fetch    start a transfer         wait     until its bytes are here   compute  block
+    kernel grads    hand dK/dV over          reduce   add what peers returned    finish   finalise,
+    convert
 
-Host times only mean something where the host does the work (CPU); GPU time lines come from CUDA events and the profiler.
+Host times only mean something where the host does the work (CPU); GPU time lines come from CUDA
+events and the profiler.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """How K and V look as bytes while they travel: the wire formats.
 
-A shard on the wire is an array of records; a record holds 128 consecutive tokens of one chunk, all batch rows and all K/V
-heads, in the layout the kernel reads. So any token range is one contiguous copy, encoding happens once (at the
-owner, straight into the transport's outbox), and nobody repacks on arrival. The tail of a chunk's last record
-is padding: payload 0 (and neutral scales, for formats that have them).
+A shard on the wire is an array of records; a record holds 128 consecutive tokens of one chunk, all
+batch rows and all K/V heads, in the layout the kernel reads. So any token range is one contiguous
+copy, encoding happens once (at the owner, straight into the transport's outbox), and nobody repacks
+on arrival. The tail of a chunk's last record is padding: payload 0 (and neutral scales, for formats
+that have them).
 
 Plain formats (the input dtype as it is) interleave token by token:
 
     record = [128 tokens][batch][ K: heads_kv * dk | V: heads_kv * dv ]
 
-so K and V of any token range are strided views, no copy. dK/dV travel in the same layout in fp32 (:func:`gradient_wire`).
-MXFP8 formats live in :mod:`ringfa4.mx.wire`.
+so K and V of any token range are strided views, no copy. dK/dV travel in the same layout in fp32
+(:func:`gradient_wire`). MXFP8 formats live in :mod:`ringfa4.mx.wire`.
 
 torch is imported; nothing here communicates or computes attention.
 """
@@ -18,7 +19,6 @@ torch is imported; nothing here communicates or computes attention.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -26,6 +26,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ringfa4.mask import Mask
 from ringfa4.plan import RecordRange
 from ringfa4.shard import RECORD, Shard
 
@@ -47,7 +48,8 @@ class Geometry:
 class RecordMap:
     """Where the records of some ranges of a shard lie when packed one after another.
 
-    ``whole(shard)`` is the map of the owner's outbox; ``RecordMap(shard, step.ranges)`` that of a fetched view.
+    ``whole(shard)`` is the map of the owner's outbox; ``RecordMap(shard, step.ranges)`` that of a
+    fetched view.
     """
 
     shard: Shard
@@ -72,7 +74,9 @@ class RecordMap:
         return table
 
     def row(self, chunk: int, token: int) -> int:
-        """Packed row (record * 128 + row in record) of ``token`` of ``chunk``; ``token`` may be the range's end."""
+        """Packed row (record * 128 + row in record) of ``token`` of ``chunk``; ``token`` may be
+        the range's end.
+        """
         base, r = self._base[chunk]
         if not r.start * RECORD <= token <= r.stop * RECORD:
             raise AssertionError(f"token {token} of chunk {chunk} is outside {r}")
@@ -86,7 +90,9 @@ class RecordMap:
         ]
 
     def spans(self, record_bytes: int) -> tuple[tuple[int, int], ...]:
-        """(byte offset in the owner's outbox, bytes) to copy, in order; adjacent ranges are joined."""
+        """(byte offset in the owner's outbox, bytes) to copy, in order; adjacent ranges are
+        joined.
+        """
         spans: list[tuple[int, int]] = []
         for r in self.ranges:
             start = (self.shard.record_base[r.chunk] + r.start) * record_bytes
@@ -101,8 +107,8 @@ class RecordMap:
 class EncodedShard(ABC):
     """Records of one owner as a kernel sees them: bytes, and where each token is.
 
-    ``wire`` names the format; kernels that read the bytes themselves check it and use ``buffer`` and ``map``; others ask for
-    :meth:`keys_values`.
+    ``wire`` names the format; kernels that read the bytes themselves check it and use ``buffer``
+    and ``map``; others ask for :meth:`keys_values`.
     """
 
     def __init__(self, wire: str, geometry: Geometry, map: RecordMap, buffer: Tensor) -> None:
@@ -110,9 +116,11 @@ class EncodedShard(ABC):
 
     @abstractmethod
     def keys_values(self, chunk: int, k0: int, k1: int) -> tuple[Tensor, Tensor]:
-        """K (b, k1-k0, heads_kv, dk) and V (b, k1-k0, heads_kv, dv) of tokens [k0, k1) of ``chunk``.
+        """K (b, k1-k0, heads_kv, dk) and V (b, k1-k0, heads_kv, dv) of tokens [k0, k1) of
+        ``chunk``.
 
-        Plain wires return views in the input dtype; quantising wires decode (once a shard, cached) to the input dtype.
+        Plain wires return views in the input dtype; quantising wires decode (once a shard, cached)
+        to the input dtype.
         """
 
 
@@ -125,8 +133,10 @@ class WireFormat(ABC):
         """None, or why this geometry cannot travel in this format."""
         return None
 
-    def split_at(self, documents: Sequence[int]) -> tuple[int, ...]:
-        """Positions at which a shard's chunks must be cut so that tokens of different documents never share a group."""
+    def split_at(self, mask: Mask) -> tuple[int, ...]:
+        """Key positions at which chunks must be cut: formats that couple the tokens of a group keep
+        the documents of ``mask`` apart.
+        """
         return ()
 
     @abstractmethod
@@ -135,13 +145,16 @@ class WireFormat(ABC):
 
     @abstractmethod
     def encode(self, k: Tensor, v: Tensor, shard: Shard, out: Tensor, direction: Direction) -> None:
-        """Write the whole shard into ``out`` (uint8, ``shard.records * record_bytes``), padding included.
+        """Write the whole shard into ``out`` (uint8, ``shard.records * record_bytes``), padding
+        included.
 
         k (b, s, heads_kv, dk), v (b, s, heads_kv, dv), s = len(shard), any strides, local order.
         """
 
     @abstractmethod
-    def view(self, geometry: Geometry, map: RecordMap, buffer: Tensor, direction: Direction) -> EncodedShard:
+    def view(
+        self, geometry: Geometry, map: RecordMap, buffer: Tensor, direction: Direction
+    ) -> EncodedShard:
         """Read ``buffer`` (uint8, packed as ``map`` says; may be larger) as records."""
 
 
@@ -195,7 +208,9 @@ class PlainWire(WireFormat):
             for pad in encoded.keys_values(c, chunk.count, chunk.records * RECORD):
                 pad.zero_()
 
-    def view(self, geometry: Geometry, map: RecordMap, buffer: Tensor, direction: Direction) -> PlainShard:
+    def view(
+        self, geometry: Geometry, map: RecordMap, buffer: Tensor, direction: Direction
+    ) -> PlainShard:
         return PlainShard(self.name, geometry, map, buffer)
 
 
@@ -203,7 +218,9 @@ GRADIENT = PlainWire("gradient", torch.float32)
 
 
 def gradient_wire(dtype: torch.dtype) -> PlainWire:
-    """How dK and dV of inputs in ``dtype`` travel back to their owner and are summed there: fp32 (fp64 for fp64)."""
+    """How dK and dV of inputs in ``dtype`` travel back to their owner and are summed there: fp32
+    (fp64 for fp64).
+    """
     return PLAIN[torch.float64] if dtype == torch.float64 else GRADIENT
 
 
@@ -216,7 +233,9 @@ PLAIN = {
 
 
 def wire_format(name: str | None, dtype: torch.dtype) -> WireFormat:
-    """The format called ``name``; None is the input dtype as it is. ValueError for unknown names."""
+    """The format called ``name``; None is the input dtype as it is. ValueError for unknown
+    names.
+    """
     if name is None:
         if dtype not in PLAIN:
             raise ValueError(f"no wire carries {dtype}; choose one of {sorted(map(str, PLAIN))}")

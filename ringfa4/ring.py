@@ -1,0 +1,298 @@
+"""The ring: one loop each way over the steps of a plan.
+
+forward, rank r:    state <- merge over t of kernel( Q_r, K/V of owner (r - t) % P );   out, lse =
+finalise(state, sink) backward, rank r:   dQ_r <- sum over t;   dK/dV of step t go to the owner,
+which adds them in plan order
+
+The transfer of step t + 1 runs while step t computes; dK/dV of step t travel while step t + 1
+computes. Neither autograd nor torch.distributed is used here: kernels compute, transports move,
+this module only orders them. The order of every sum is fixed by the plan, so results repeat to the
+bit.
+
+A sink is merged once, at the end, by every rank for its own rows; dsink = -sum exp(sink - lse) *
+delta is summed over ranks once. Shapes: q (b, sq, heads_q, dk), k (b, sk, heads_kv, dk), v (b, sk,
+heads_kv, dv), lse (b, heads_q, sq).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ringfa4.comm.interface import Exchange, Handle, Schedule
+from ringfa4.context import Context
+from ringfa4.kernels.interface import BlockKernel
+from ringfa4.plan import Plan, Step
+from ringfa4.schedule import schedule
+from ringfa4.state import Grads, State
+from ringfa4.trace import SILENT, Observer
+from ringfa4.wire import Direction, EncodedShard, Geometry, RecordMap, WireFormat, gradient_wire
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One attention problem on one rank: what is computed, by which kernel, over which transport.
+
+    Frozen and cheap to keep: layers of one model share it. ``about`` is what all ranks must agree
+    on before a call.
+    """
+
+    context: Context
+    plan: Plan
+    wire: WireFormat
+    kernel: BlockKernel
+    geometry: Geometry
+    heads_q: int
+
+    @property
+    def rank(self) -> int:
+        return self.context.rank
+
+    @cached_property
+    def about(self) -> Mapping[str, str | int]:
+        g, plan = self.geometry, self.plan
+        return {
+            "mask": plan.mask.name,
+            "seq_q": plan.mask.seq_q,
+            "seq_k": plan.mask.seq_k,
+            "sharding": plan.q_sharding.name,
+            "batch": g.batch,
+            "heads_q": self.heads_q,
+            "heads_kv": g.heads_kv,
+            "head_dim": g.dk,
+            "v_head_dim": g.dv,
+            "dtype": str(g.dtype),
+            "wire": self.wire.name,
+            "kernel": self.kernel.name,
+            "plan": plan.digest.hex(),
+        }
+
+    @cached_property
+    def _schedules(self) -> dict[Direction, Schedule]:
+        return {}
+
+    def schedule(self, direction: Direction) -> Schedule:
+        """This rank's own transfers (capacities not yet agreed). Cached."""
+        if direction not in self._schedules:
+            self._schedules[direction] = schedule(
+                self.plan, self.rank, self.wire, self.geometry, direction
+            )
+        return self._schedules[direction]
+
+    def open(self, direction: Direction, call: Mapping[str, str | float | bool]) -> Exchange:
+        """Agree with the peers on ``about`` and ``call``, then begin the call. Collective."""
+        own = self.schedule(direction)
+        needs = self.context.agree(
+            {"call": direction, **self.about, **call},
+            values={"fetch_bytes": own.fetch_bytes, "grad_bytes": own.grad_bytes},
+        )
+        largest = {name: max(rank[name] for rank in needs) for name in needs[0]}
+        with self.context.guard():
+            return self.context.transport.open(replace(own, **largest))
+
+
+def forward(
+    ring: Ring,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    sink: Tensor | None = None,
+    observer: Observer = SILENT,
+) -> tuple[Tensor, Tensor]:
+    """out (b, sq, heads_q, dv) in q's dtype and lse (b, heads_q, sq) fp32, of this rank's queries.
+    Collective.
+
+    ``sink`` (heads_q,): logit of one more key per head, with value 0, the same on all ranks. Inputs
+    are taken as valid: :mod:`ringfa4.ops` checks them.
+    """
+    with observer.span("agree", 0):
+        exchange = ring.open("forward", {"scale": scale, "sink": sink is not None})
+    with ring.context.guard():
+        _send_off(ring, exchange, k, v, "forward", observer)
+        queries = ring.kernel.prepare(q, ring.plan.q_sharding.shards[ring.rank])
+        batch, seq, heads, _ = q.shape
+        state = State(batch, seq, heads, v.shape[-1], device=q.device, dtype=sum_dtype(q.dtype))
+        for step, records in _steps(ring, exchange, "forward", observer):
+            if records is not None:
+                with observer.span("compute", step.index):
+                    ring.kernel.forward(queries, records, step.tasks, scale, state)
+        exchange.finish()
+        with observer.span("finish", 0):
+            return state.finalise(q.dtype, sink)
+
+
+def backward(
+    ring: Ring,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    scale: float,
+    sink: Tensor | None = None,
+    observer: Observer = SILENT,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv of this rank's tokens in the inputs' dtypes, and dsink (all ranks' sum; None
+    without a sink). Collective.
+
+    ``out`` and ``lse`` are what :func:`forward` returned; ``dlse`` is the gradient into lse, None
+    for zero.
+    """
+    with observer.span("agree", 0):
+        exchange = ring.open("backward", {"scale": scale, "sink": sink is not None})
+    with ring.context.guard():
+        _send_off(ring, exchange, k, v, "backward", observer)
+        queries = ring.kernel.prepare_backward(
+            q, ring.plan.q_sharding.shards[ring.rank], out, dout, lse, dlse
+        )
+        batch, seq, heads, dk_dim = q.shape
+        grads = Grads(batch, seq, heads, dk_dim, device=q.device, dtype=sum_dtype(q.dtype))
+        own = _OwnGradients(ring, q.device)
+        for step, records in _steps(ring, exchange, "backward", observer):
+            t = step.index
+            if records is not None:
+                slot = own.buffer if t == 0 else exchange.grad_slot(t)
+                assert slot is not None, "a step with tasks has a contribution"
+                grads.begin(ring.geometry, own.map if t == 0 else records.map, slot)
+                with observer.span("compute", t):
+                    ring.kernel.backward(queries, records, step.tasks, scale, grads)
+                grads.end()
+            elif t == 0:
+                own.buffer.zero_()
+            if t > 0:
+                with observer.span("grads", t):
+                    exchange.send_grads(t)
+                # One step behind, so that dK/dV travel while this step computes.
+                own.add(exchange, t - 1, observer)
+        own.add(exchange, ring.plan.world - 1, observer)
+        exchange.finish()
+        with observer.span("finish", 0):
+            dk, dv = own.tensors(k.dtype)
+            dq = grads.finish().to(q.dtype)
+            dsink = None if sink is None else _sink_gradient(ring, sink, out, lse, dout, dlse)
+    return dq, dk, dv, dsink
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what partials and gradients are summed: fp32, or fp64 for fp64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _send_off(
+    ring: Ring, exchange: Exchange, k: Tensor, v: Tensor, direction: Direction, observer: Observer
+) -> None:
+    """Encode the own K/V once, into the outbox, and let the peers read it."""
+    with observer.span("encode", 0):
+        shard = ring.plan.k_sharding.shards[ring.rank]
+        ring.wire.encode(k, v, shard, exchange.outbox(), direction)
+    with observer.span("publish", 0):
+        exchange.publish()
+
+
+def _steps(
+    ring: Ring, exchange: Exchange, direction: Direction, observer: Observer
+) -> Iterator[tuple[Step, EncodedShard | None]]:
+    """Each step with its records (None when it has no tasks); the next step's transfer is under
+    way by then.
+    """
+    plan, shards = ring.plan, ring.plan.k_sharding.shards
+    coming: Handle | None = None
+    for t in range(plan.world):
+        step = plan.step(ring.rank, t)
+        if coming is None:
+            buffer: Tensor | None = exchange.outbox()
+            where = RecordMap.whole(shards[ring.rank])
+        else:
+            with observer.span("wait", t):
+                buffer = coming.wait()
+            where = RecordMap(shards[step.owner], step.ranges)
+        if t + 1 < plan.world:
+            with observer.span("fetch", t + 1):
+                coming = exchange.fetch(t + 1)
+        if not step.tasks:
+            yield step, None
+            continue
+        assert buffer is not None, "a step with tasks needs records"
+        yield step, ring.wire.view(ring.geometry, where, buffer, direction)
+
+
+class _OwnGradients:
+    """dK/dV of this rank's own shard: step 0 writes them, peers' contributions are added in plan
+    order.
+    """
+
+    def __init__(self, ring: Ring, device: torch.device) -> None:
+        g, shard = ring.geometry, ring.plan.k_sharding.shards[ring.rank]
+        self.ring, self.map = ring, RecordMap.whole(shard)
+        self.wire = gradient_wire(g.dtype)
+        self.geometry = replace(g, dtype=self.wire.dtype)
+        size = shard.records * self.wire.record_bytes(self.geometry, "backward")
+        self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        self.sums = self.wire.view(self.geometry, self.map, self.buffer, "backward")
+
+    def add(self, exchange: Exchange, step: int, observer: Observer) -> None:
+        """Add what peers returned in ``step`` (nothing in step 0)."""
+        if step == 0:
+            return
+        plan = self.ring.plan
+        with observer.span("reduce", step):
+            for given in exchange.contributions(step):
+                where = RecordMap(self.map.shard, plan.ranges(given.peer, step))
+                theirs = self.wire.view(self.geometry, where, given.view, "backward")
+                for chunk, start, stop in where.tokens():
+                    mine = self.sums.keys_values(chunk, start, stop)
+                    for into, value in zip(
+                        mine, theirs.keys_values(chunk, start, stop), strict=True
+                    ):
+                        into.add_(value)
+                given.release()
+
+    def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """dk (b, sk, heads_kv, dk) and dv (b, sk, heads_kv, dv), contiguous, in ``dtype``."""
+        g, shard = self.geometry, self.map.shard
+        dk, dv = (
+            torch.empty(g.batch, len(shard), g.heads_kv, d, dtype=dtype, device=self.buffer.device)
+            for d in (g.dk, g.dv)
+        )
+        for c, chunk in enumerate(shard.chunks):
+            local = slice(shard.offsets[c], shard.offsets[c] + chunk.count)
+            for tensor, value in zip(
+                (dk, dv), self.sums.keys_values(c, 0, chunk.count), strict=True
+            ):
+                tensor[:, local] = value
+        return dk, dv
+
+
+def _sink_gradient(
+    ring: Ring, sink: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Tensor:
+    """dsink = -sum over (b, rows) of exp(sink - lse) * delta, delta = rowsum(out * dout) - dlse;
+    summed over ranks.
+    """
+    dtype = sum_dtype(out.dtype)
+    delta = torch.einsum("bshd,bshd->bhs", out.to(dtype), dout.to(dtype))
+    if dlse is not None:
+        delta = delta - dlse
+    local = -(torch.exp(sink.to(dtype).view(1, -1, 1) - lse) * delta).sum((0, 2))
+    return sum_over_ranks(ring.context, local).to(sink.dtype)
+
+
+def sum_over_ranks(context: Context, local: Tensor) -> Tensor:
+    """The sum of every rank's ``local`` (small, equal shapes), added in rank order. Collective."""
+    if context.world == 1:
+        return local
+    message = local.contiguous().view(-1).view(torch.uint8)
+    parts = context.transport.all_gather(message, [message.numel()] * context.world)
+    total = torch.zeros_like(local)
+    for part in parts:
+        total += part.view(local.dtype).view(local.shape)
+    return total
