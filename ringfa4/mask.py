@@ -8,8 +8,8 @@ so one primitive serves the planner, the kernels and the FLOP count. Bands are c
 intersection with boxes and under striping with equal strides; their areas have a closed form, hence
 work and balance are exact integers.
 
-Invariant: the bands of a :class:`Mask` are non-empty, trimmed, sorted and disjoint. So masks built in
-different ways from the same bands are equal, and a bound that is there excludes something.
+Invariant: the bands of a :class:`Mask` are non-empty, trimmed, sorted and disjoint. So masks built
+in different ways from the same bands are equal, and a bound that is there excludes something.
 
 Left out on purpose: masks that are not unions of few bands (random sparsity, trees). Neither torch
 nor numpy is imported here.
@@ -37,8 +37,18 @@ def _clamped_ramp(n: int, width: int) -> int:
 
 
 def _area_below(height: int, width: int, c: int) -> int:
-    """Pairs (a, b) of a height x width box with b - a <= c: row a has clamp(a + c + 1, 0, width)."""
+    """Pairs (a, b) of a height x width box with b - a <= c; row a has clamp(a+c+1, 0, width)."""
     return _clamped_ramp(height + c, width) - _clamped_ramp(c, width)
+
+
+def _sum_of(rows: range) -> int:
+    return len(rows) * (rows[0] + rows[-1]) // 2 if rows else 0
+
+
+def _sum_min(rows: range, offset: int, cap: int) -> int:
+    """Sum of min(i + offset, cap) over ``rows`` (ascending)."""
+    below = rows[: min(len(rows), max(0, _ceil_div(cap - offset - rows.start, rows.step)))]
+    return _sum_of(below) + len(below) * offset + (len(rows) - len(below)) * cap
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +91,22 @@ class Band:
         under = 0 if self.lo is None else _area_below(height, width, self.lo - 1 + skew)
         return below - under
 
+    def rows_area(self, rows: range) -> int:
+        """Number of pairs whose query is in ``rows`` (ascending, any step)."""
+        if not rows:
+            return 0
+        band = self.within(rows[0], rows[-1] + 1, self.k0, self.k1)
+        if band is None:
+            return 0
+        first = rows[0] + rows.step * _ceil_div(band.q0 - rows[0], rows.step)
+        rows = range(first, band.q1, rows.step)
+        # Every row of a trimmed band has min(k1, i + hi + 1) - max(k0, i + lo) keys.
+        stops = len(rows) * band.k1 if band.hi is None else _sum_min(rows, band.hi + 1, band.k1)
+        begins = len(rows) * band.k0
+        if band.lo is not None:  # max(a, b) = a + b - min(a, b)
+            begins += _sum_of(rows) + len(rows) * band.lo - _sum_min(rows, band.lo, band.k0)
+        return stops - begins
+
     def within(self, q0: int, q1: int, k0: int, k1: int) -> Band | None:
         """Intersection with a box, trimmed; None when empty."""
         q0, q1 = max(self.q0, q0), min(self.q1, q1)
@@ -88,8 +114,8 @@ class Band:
         lo, hi = self.lo, self.hi
         if q0 >= q1 or k0 >= k1 or (lo is not None and hi is not None and lo > hi):
             return None
-        # With lo <= hi, row i holds a key iff i + hi >= k0 and i + lo < k1, and column j a query iff
-        # j - hi < q1 and j - lo >= q0: each side of the smallest box follows from the old box alone.
+        # With lo <= hi, row i holds a key iff i + hi >= k0 and i + lo < k1, and column j a query
+        # iff j - hi < q1 and j - lo >= q0: each side of the smallest box follows from the old box.
         rows, columns = (q0, q1), (k0, k1)
         if lo is not None:
             q1 = min(q1, columns[1] - lo)
@@ -170,9 +196,9 @@ class Mask:
     """Which keys each query sees, for every batch row.
 
     ``rows`` holds one tuple of disjoint bands shared by all batch rows, or one tuple per batch row.
-    ``starts`` holds, like ``rows``, the key positions (0 left out) at which documents start; () is one
-    document in every row. It adds no constraint (the bands do that), but wires that quantise tokens
-    in groups keep documents apart by it (:func:`document_cuts`), and loss code its labels.
+    ``starts`` holds, like ``rows``, the key positions (0 left out) at which documents start; () is
+    one document in every row. It adds no constraint (the bands do that), but wires that quantise
+    tokens in groups keep documents apart by it (:func:`document_cuts`), and loss code its labels.
 
     Raises ValueError when a band leaves [0, seq_q) x [0, seq_k) or two bands of a row overlap.
     """
@@ -272,9 +298,9 @@ def _require_disjoint(bands: Sequence[Band], row: int) -> None:
 def document_cuts(mask: Mask, at_least: int = 128) -> tuple[int, ...]:
     """Document starts where a cut pays: the document before or after holds >= ``at_least`` tokens.
 
-    Given to ``Sharding.split`` (for wires that quantise tokens in groups), no group then holds tokens of
-    such a document and of another one. Shorter documents may share groups: cutting at each of them
-    would pad every one to a record. Padding after the last document counts as a document.
+    After ``Sharding.split`` at these, no record (so no group of tokens that a wire quantises
+    together) holds tokens of such a document and of another one. Shorter documents may share
+    records: cutting at each would pad each to a record. Padding at the end counts as a document.
     """
     cuts: set[int] = set()
     for own in mask.starts:
@@ -297,7 +323,7 @@ def _alignment(seq_q: int, seq_k: int, align: str) -> int:
 
 
 def _reach(left: int | None, right: int | None, offset: int) -> tuple[int | None, int | None]:
-    """Bounds of j - i for a window of ``left`` and ``right`` tokens around the diagonal ``offset``."""
+    """Bounds of j - i for ``left`` and ``right`` tokens around the diagonal ``offset``."""
     if (left is not None and left < 0) or (right is not None and right < 0):
         raise ValueError(
             f"a window reaches a number of tokens >= 0 to each side: {left=}, {right=}"
@@ -312,7 +338,7 @@ def full(seq_q: int, seq_k: int | None = None) -> Mask:
 
 
 def causal(seq_q: int, seq_k: int | None = None, align: str = "top-left") -> Mask:
-    """j <= i (top-left), or j <= i + seq_k - seq_q (bottom-right: the last query sees the last key)."""
+    """j <= i (top-left), or j <= i + seq_k - seq_q (bottom-right: the last query sees all keys)."""
     seq_k = seq_q if seq_k is None else seq_k
     offset = _alignment(seq_q, seq_k, align)
     return Mask(seq_q, seq_k, ((Band(0, seq_q, 0, seq_k, None, offset),),), name="causal")
@@ -362,11 +388,11 @@ def documents(
 ) -> Mask:
     """Packed documents: query document d sees key document d only.
 
-    ``cu_seqlens`` are cumulative lengths starting at 0 (repeated values: an empty document; anything
-    that iterates over integers, tensors included). ``left`` and ``right`` bound how far a token looks
-    back and ahead; ``causal`` is ``right=0`` and takes no other. ``align`` places the diagonal where a
-    document has different q and k lengths. ``seq_q``/``seq_k`` longer than the documents leave padding
-    at the end that sees nothing and that nothing sees.
+    ``cu_seqlens`` are cumulative lengths starting at 0 (anything that iterates over integers; a
+    repeated value is an empty document). ``left`` and ``right`` bound how far a token looks back
+    and ahead; ``causal`` is ``right=0`` and takes no other. ``align`` places the diagonal where a
+    document has different q and k lengths. ``seq_q``/``seq_k`` longer than the documents leave
+    padding at the end that sees nothing and that nothing sees.
     """
     if causal and right not in (None, 0):
         raise ValueError(f"{causal=} looks ahead 0 tokens, not {right=}")

@@ -1,17 +1,22 @@
 """Who computes what, when, and which records move for it.
 
-    step t of rank r:   owner (r - t) mod P,   tasks = mask  restricted to  (q chunks of r) x (k chunks of owner)
+    step t of rank r:  owner = (r - t) mod P,  tasks = mask on (q chunks of r) x (k chunks of owner)
 
-A plan is data: frozen, pure Python, no torch. The executor, the simulator, the plan printer and the tests read the same
-object; each rank materialises only its own view. Reading owner (r - t) rather than (r + t) matters under causal masks: with
-empty steps skipped the other direction makes all ranks read rank 0 first.
+A plan is data: frozen, pure Python, no torch. The executor, the simulator, the plan printer and the
+tests read the same object; each rank materialises only its own view. Reading owner (r - t) rather
+than (r + t) matters under causal masks: with empty steps skipped, the other direction makes all
+ranks read rank 0 first.
 
-Coordinates inside a task are chunk-local: row a of q chunk c is token ``q_shard.offsets[c] + a`` of the rank's
-q, and key b of k chunk d is token b of that chunk on the owner. Bands are rewritten accordingly.
+Coordinates inside a task are chunk-local: row a of q chunk c is token ``q_shard.offsets[c] + a`` of
+the rank's q, and key b of k chunk d is token b of that chunk on the owner. Bands are rewritten
+accordingly: a = (i - start) / stride.
 
-Invariants (asserted, and tested as properties): over all ranks and steps every allowed (i, j) is in exactly one band of one
-task; the sources of a step are a partial permutation of the ranks (nobody is read twice in a step); a step without tasks
-moves nothing; a step moves no record that no task of it needs, except between the first and the last needed record of a chunk.
+Invariants (tested as properties): over all ranks and steps every allowed (i, j) is in exactly one
+band of one task; the sources of a step are a partial permutation of the ranks (nobody is read twice
+in a step); a step without tasks moves nothing; a step moves no record that no task of it needs,
+except between the first and the last needed record of a chunk.
+
+Left out on purpose: how many bytes a record has (the wire knows) and how long anything takes.
 """
 
 from __future__ import annotations
@@ -60,10 +65,11 @@ class RecordRange:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Step ``index`` of one rank: K/V of ``owner``, read from ``source`` (they differ only when a topology relays).
+    """Step ``index`` of one rank: K/V of ``owner``, read from ``source``.
 
-    ``ranges`` are the records the tasks need, at most one range a chunk, in chunk order; empty without tasks.
-    They arrive packed: range after range, nothing between.
+    Owner and source differ only when a topology relays. ``ranges`` are the records the tasks need,
+    at most one range a chunk, in chunk order; empty without tasks. They arrive packed: range after
+    range, nothing between.
     """
 
     index: int
@@ -142,7 +148,7 @@ class Plan:
         return (rank + index) % self.world
 
     def ranges(self, rank: int, index: int) -> tuple[RecordRange, ...]:
-        """``step(rank, index).ranges`` without building its tasks: what a peer reads from its source."""
+        """``step(rank, index).ranges`` without building tasks: for what peers read from a rank."""
         found = self._steps.get((rank, index))
         if found is not None:
             return found.ranges
@@ -167,11 +173,20 @@ class Plan:
             for t in range(self.world)
         )
 
+    def work(self, rank: int) -> int:
+        """``sum(areas(rank))`` without visiting the owners."""
+        return sum(
+            bands[n].rows_area(q.positions())
+            for q in self.q_sharding.shards[rank].chunks
+            for bands, index in self._rows
+            for n in index.touching(q.start, q.stop)
+        )
+
     @cached_property
     def balance(self) -> float:
-        """Most work of a rank over the mean, in pairs: 1.0 is perfect (and also the empty mask's)."""
-        work = [sum(self.areas(rank)) for rank in range(self.world)]
-        assert sum(work) == self.mask.area
+        """Most work of a rank over the mean: 1.0 is perfect (and what an empty mask gets)."""
+        work = [self.work(rank) for rank in range(self.world)]
+        assert sum(work) == self.mask.area, "work is lost or done twice"
         return max(work) * self.world / sum(work) if sum(work) else 1.0
 
     @cached_property
@@ -203,10 +218,10 @@ class Plan:
         return Step(index, owner, owner, _records(spans), tuple(tasks))
 
     def _pieces(self, rank: int, owner: int) -> Iterator[tuple[int, int, int, Band]]:
-        """(mask row, q chunk, k chunk, non-empty band in chunk coordinates) of ``rank`` with ``owner``.
+        """(mask row, q chunk, k chunk, band in chunk coordinates), without the empty ones.
 
-        Bands are found by the q chunk's positions and k chunks by the keys which those rows of a band
-        reach, so the work follows what is there rather than bands x chunks x chunks.
+        Bands are found by the q chunk's positions and k chunks by the keys that those rows of a
+        band reach: the cost is that of what is there, not of all bands for each pair of chunks.
         """
         q_chunks, k_chunks = (
             self.q_sharding.shards[rank].chunks,

@@ -1,9 +1,12 @@
 """Who owns which positions.
 
-A :class:`Chunk` is a run of global positions start, start + stride, ...; a :class:`Shard` is the chunks of
-one rank, in the order in which its tokens lie in memory; a :class:`Sharding` gives every rank a shard so
-that each position of [0, seq) has exactly one owner. Records (128 tokens, the unit of transfer) are counted
-per chunk: a chunk of n tokens is ceil(n / 128) records, the last one padded.
+A :class:`Chunk` is a run of global positions start, start + stride, ...; a :class:`Shard` is the
+chunks of one rank, in the order in which its tokens lie in memory; a :class:`Sharding` gives every
+rank a shard so that each position of [0, seq) has exactly one owner. Records (128 tokens, the unit
+of transfer) are counted per chunk: a chunk of n tokens is ceil(n / 128) records, the last padded.
+
+Which one: ``contiguous`` for full masks and windows (least moves), ``zigzag`` for causal ones,
+``balanced`` for packed documents, ``striped`` when tokens must be dealt out one by one.
 
 Pure integers: neither torch nor numpy.
 """
@@ -14,7 +17,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -84,7 +88,7 @@ class Shard:
             yield from chunk.positions()
 
     def split(self, starts: Iterable[int]) -> Shard:
-        """Cut chunks so that none holds tokens from both sides of any position of ``starts`` (sorted)."""
+        """Cut chunks so that none holds tokens from both sides of any position of ``starts``."""
         cuts = sorted(starts)
         pieces = []
         for chunk in self.chunks:
@@ -96,14 +100,17 @@ class Shard:
                 if edge != edges[-1]:
                     edges.append(edge)
             edges.append(chunk.count)
-            for a, b in zip(edges, edges[1:], strict=False):
+            for a, b in pairwise(edges):
                 pieces.append(Chunk(begin + chunk.stride * a, b - a, chunk.stride))
         return Shard(tuple(pieces))
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """``shards[r]`` belongs to rank r; together they hold each position of [0, seq) once (checked)."""
+    """``shards[r]`` belongs to rank r; together they hold each position of [0, seq) once.
+
+    Raises ValueError when they do not, or when chunks have different strides.
+    """
 
     name: str
     seq: int
@@ -124,6 +131,7 @@ class Sharding:
         return next((c.stride for s in self.shards for c in s.chunks), 1)
 
     def split(self, starts: Iterable[int]) -> Sharding:
+        """Every shard cut (:meth:`Shard.split`): same owners, same order of tokens, more chunks."""
         cuts = sorted(starts)
         if not cuts:
             return self
@@ -199,7 +207,7 @@ def zigzag(seq: int, world: int) -> Sharding:
 
 
 def striped(seq: int, world: int) -> Sharding:
-    """Rank r owns r, r + world, r + 2 * world, ... Balanced to a row for any causal or window mask."""
+    """Rank r owns r, r + world, r + 2 * world, ... Balanced to a row for causal masks, windows."""
     _check(seq, world)
     return Sharding(
         "striped",
@@ -208,10 +216,111 @@ def striped(seq: int, world: int) -> Sharding:
     )
 
 
-def balanced(mask: Mask, world: int, *, side: str = "q", block: int | None = None) -> Sharding:
-    """Equal tokens and band areas as equal as a greedy solver gets them.
+BLOCKS_PER_RANK = (1, 2, 4, 8, 16, 32, 64)
+"""What ``balanced`` tries, in order: fewer blocks mean fewer chunks, tasks and padded records."""
 
-    The sequence (``side``: queries or keys of ``mask``) is cut into blocks; the largest areas go first, each
-    to the rank with the least area that still has room. Blocks that end up adjacent on a rank become one chunk.
+GOOD_ENOUGH = 1.01
+"""Most over mean, of tokens and of area, at which ``balanced`` stops cutting finer."""
+
+
+def balanced(mask: Mask, world: int, *, side: str = "q", block: int | None = None) -> Sharding:
+    """Tokens equal to a block, and areas as equal as a greedy solver gets them.
+
+    The sequence (``side``: "q" or "k" of ``mask``) is cut into blocks; the largest areas (summed
+    over the mask's rows) go first, each to the rank with the least area that still has room.
+    Neighbouring blocks of a rank become one chunk. ``block`` None tries smaller and smaller blocks
+    (whole records, once a rank has 16) until tokens and areas are within 1%, or keeps the best.
     """
-    raise NotImplementedError  # TODO(H1)
+    if side not in ("q", "k"):
+        raise ValueError(f"{side=} is neither 'q' nor 'k'")
+    seq = mask.seq_q if side == "q" else mask.seq_k
+    _check(seq, world)
+    if block is not None:
+        if block < 1:
+            raise ValueError(f"{block=} must be at least one token")
+        return _deal(mask, world, side, block)[1]
+    best: tuple[float, Sharding] | None = None
+    for size in _block_sizes(seq, world):
+        found = _deal(mask, world, side, size)
+        if best is None or found[0] < best[0]:
+            best = found
+        if best[0] <= GOOD_ENOUGH:
+            break
+    assert best is not None
+    return best[1]
+
+
+def _block_sizes(seq: int, world: int) -> Iterator[int]:
+    """For each octave of blocks a rank, the block size that spreads the tokens most evenly."""
+    unit = RECORD if seq >= 16 * RECORD * world else 1
+    share = max(1, -(-seq // (world * unit)))  # units of a rank
+
+    def most_tokens(size: int) -> tuple[int, int]:
+        return -(-seq // (world * size * unit)) * size, -size
+
+    for blocks in BLOCKS_PER_RANK:
+        sizes = range(share // (2 * blocks) + 1, share // blocks + 1)
+        if sizes:
+            yield min(sizes, key=most_tokens) * unit
+
+
+def _deal(mask: Mask, world: int, side: str, block: int) -> tuple[float, Sharding]:
+    """Longest-processing-time-first over blocks of ``block`` tokens; (worst imbalance, sharding).
+
+    The first ``count % world`` ranks get one block more. A short last block goes to rank 0, which
+    is one of those if there are any, so no two ranks differ by more than ``block`` tokens.
+    """
+    seq = mask.seq_q if side == "q" else mask.seq_k
+    starts = range(0, seq, block)
+    areas = _block_areas(mask, side, block, len(starts))
+    room = _even(len(starts), world)
+    owned: list[list[int]] = [[] for _ in range(world)]
+    load = [0] * world
+    queue = list(range(len(starts)))
+    if seq % block:
+        owned[0].append(queue.pop())
+        load[0] = areas[-1]
+    queue.sort(key=lambda n: (-areas[n], n))
+    heap = [(load[r], r) for r in range(world) if len(owned[r]) < room[r]]
+    heapify(heap)
+    for n in queue:
+        area, r = heappop(heap)
+        owned[r].append(n)
+        load[r] = area + areas[n]
+        if len(owned[r]) < room[r]:
+            heappush(heap, (load[r], r))
+    shards = tuple(_merged(sorted(blocks), block, seq) for blocks in owned)
+    worst = max(
+        (
+            max(values) * world / total
+            for values in (load, [len(s) for s in shards])
+            if (total := sum(values))
+        ),
+        default=1.0,
+    )
+    return worst, Sharding("balanced", seq, shards)
+
+
+def _merged(blocks: list[int], block: int, seq: int) -> Shard:
+    """Blocks by number -> chunks, neighbours joined."""
+    runs: list[tuple[int, int]] = []
+    for n in blocks:
+        start, stop = n * block, min((n + 1) * block, seq)
+        if runs and runs[-1][1] == start:
+            start = runs.pop()[0]
+        runs.append((start, stop))
+    return Shard(tuple(Chunk(a, b - a) for a, b in runs))
+
+
+def _block_areas(mask: Mask, side: str, block: int, count: int) -> list[int]:
+    """Allowed pairs of each block of queries (keys), over all rows of the mask."""
+    areas = [0] * count
+    for band in (band for bands in mask.rows for band in bands):
+        q, k = (band.q0, band.q1), (band.k0, band.k1)
+        low, high = q if side == "q" else k
+        for n in range(low // block, -(-high // block)):
+            part = (max(low, n * block), min(high, (n + 1) * block))
+            piece = band.within(*part, *k) if side == "q" else band.within(*q, *part)
+            assert piece is not None, "a trimmed band reaches all of its box"
+            areas[n] += piece.area
+    return areas
