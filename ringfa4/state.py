@@ -15,11 +15,12 @@ on the host (:class:`Written`), because partials come in whole row ranges.
 
 from __future__ import annotations
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ringfa4.wire import GRADIENT, Geometry, PlainShard, RecordMap
+from ringfa4.wire import Geometry, PlainShard, RecordMap, gradient_wire
 
 
 class Written:
@@ -148,19 +149,19 @@ class State:
 class Grads:
     """Gradient sums: dQ of the local queries for the whole call, dK/dV of one owner's records for the current step.
 
-    dq (b, s, heads_q, dk); dK/dV in the layout of :data:`ringfa4.wire.GRADIENT` over the step's record map. fp32 (fp64 for the oracle kernel's own tests).
+    dq (b, s, heads_q, dk); dK/dV in the layout of :func:`ringfa4.wire.gradient_wire` over the step's record map. fp32, or fp64 for fp64 inputs.
     """
 
-    def __init__(self, batch: int, seq: int, heads: int, dk: int, *, device: torch.device) -> None:
-        self.dq = torch.empty(batch, seq, heads, dk, device=device, dtype=torch.float32)
+    def __init__(self, batch: int, seq: int, heads: int, dk: int, *, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        self.dq = torch.empty(batch, seq, heads, dk, device=device, dtype=dtype)
         self._dq_written = Written(batch)
         self._kv: PlainShard | None = None
         self._kv_written: dict[int, Written] = {}
 
     def begin(self, geometry: Geometry, map: RecordMap, buffer: Tensor) -> None:
         """dK/dV of the coming tasks go to ``buffer`` (uint8, packed as ``map`` says, contents undefined)."""
-        fp32 = Geometry(geometry.batch, geometry.heads_kv, geometry.dk, geometry.dv, torch.float32)
-        self._kv = GRADIENT.view(fp32, map, buffer, "backward")
+        wire = gradient_wire(self.dq.dtype)
+        self._kv = wire.view(replace(geometry, dtype=wire.dtype), map, buffer, "backward")
         self._kv_written = {r.chunk: Written(geometry.batch) for r in map.ranges}
 
     def add_dq(self, batch: int | None, rows: slice, dq: Tensor) -> None:
