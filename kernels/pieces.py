@@ -1,0 +1,75 @@
+"""Cut a band into pieces that one call of a rectangular or top-left-causal attention routine computes.
+
+A piece is itself a (trimmed) band, of one of three kinds:
+
+    full     lo = hi = None                     a rectangle, no mask
+    causal   lo = None, hi = k0 - q0            row a of the box sees keys 0..a: top-left-causal, any Sq x Sk
+    masked   anything else                      at most ROWS rows; needs a mask of its box
+
+A full band is one piece; a causal band at any offset one or two; a band bounded from below (a window) is cut
+into tiles of ROWS rows, each a masked piece at the low edge, a rectangle and a causal piece, or a single masked piece
+when the rectangle would be narrow. Every row of a piece sees at least one key, so no call meets an empty row.
+
+Pure integers: neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ringfa4.mask import Band
+
+ROWS = 256
+"""Rows of a masked piece: what it wastes is a triangle of this side; a call costs as much as about 100 x 100 pairs."""
+
+
+def is_causal(piece: Band) -> bool:
+    """Row a of the box sees keys 0..a of the box."""
+    return piece.lo is None and piece.hi == piece.k0 - piece.q0
+
+
+def is_masked(piece: Band) -> bool:
+    """The piece needs a mask of its box."""
+    return not is_causal(piece) and (piece.lo is not None or piece.hi is not None)
+
+
+def pieces(band: Band) -> Iterator[Band]:
+    """Disjoint pieces whose union is ``band``, rows ascending, keys ascending within a row tile."""
+    whole = band.trimmed()
+    if whole is None:
+        return
+    if whole.lo is None:
+        yield from _from_the_left(whole)
+        return
+    for a in range(whole.q0, whole.q1, ROWS):
+        tile = whole.within(a, min(a + ROWS, whole.q1), whole.k0, whole.k1)
+        if tile is not None:
+            yield from _tile(tile)
+
+
+def _from_the_left(band: Band) -> Iterator[Band]:
+    """A trimmed band without lower bound: the keys all rows see, then a causal piece."""
+    if band.hi is None or is_causal(band):
+        yield band
+        return
+    corner = (
+        band.q0 + band.hi
+    )  # the last key that the first row sees; trimmed: k0 <= corner < k1 - 1
+    yield Band(band.q0, band.q1, band.k0, corner)
+    yield Band(band.q0, band.q1, corner, band.k1, None, band.hi)
+
+
+def _tile(tile: Band) -> Iterator[Band]:
+    """A trimmed band of at most ROWS rows."""
+    if tile.lo is None:
+        yield from _from_the_left(tile)
+        return
+    first = tile.q1 - 1 + tile.lo  # the first key that every row sees
+    last = tile.k1 - 1 if tile.hi is None else tile.q0 + tile.hi
+    if last - first < 2 * ROWS:
+        yield tile
+        return
+    edge = Band(tile.q0, tile.q1 - 1, tile.k0, first, tile.lo, None).trimmed()
+    assert edge is not None  # the last row sees none of these keys, every other row some
+    yield edge
+    yield from _from_the_left(Band(tile.q0, tile.q1, first, tile.k1, None, tile.hi))
