@@ -235,3 +235,18 @@ class Control(ABC):
 
 MESSAGE_BYTES = 4096
 """Longest message of :meth:`Control.gather`."""
+
+
+def require_message(message: bytes) -> None:
+    """Raises ValueError when ``message`` is too long for :meth:`Control.gather`."""
+    if len(message) > MESSAGE_BYTES:
+        raise ValueError(f"a control message of {len(message)} bytes exceeds {MESSAGE_BYTES=}")
+
+
+def require_gather_arguments(local: Tensor, sizes: Sequence[int], rank: int, world: int) -> None:
+    """Raises ValueError unless ``local`` is what ``sizes`` says this rank contributes."""
+    if len(sizes) != world or local.dtype != torch.uint8 or tuple(local.shape) != (sizes[rank],):
+        raise ValueError(
+            f"rank {rank} of {world} contributes {sizes[rank : rank + 1]} uint8 of {list(sizes)}, "
+            f"not {local.dtype} {tuple(local.shape)}"
+        )

@@ -23,7 +23,6 @@ from typing import TypeVar
 import torch
 from ringfa4.comm.arena import Slots
 from ringfa4.comm.interface import (
-    MESSAGE_BYTES,
     Contribution,
     Control,
     Exchange,
@@ -31,6 +30,8 @@ from ringfa4.comm.interface import (
     Schedule,
     StepTransfers,
     Transport,
+    require_gather_arguments,
+    require_message,
 )
 from torch import Tensor
 
@@ -136,8 +137,7 @@ class LocalControl(Control):
         self.world, self.timeout_s = world.world, world.timeout_s
 
     def gather(self, message: bytes) -> list[bytes]:
-        if len(message) > MESSAGE_BYTES:
-            raise ValueError(f"{len(message)=} exceeds {MESSAGE_BYTES=}")
+        require_message(message)
         own = self._shared.ranks[self.rank]
         number = own.gathered + 1
         with own.changed:
@@ -262,15 +262,6 @@ class LocalTransport(Transport):
         except PeerError as error:
             self._broken = str(error)
             raise
-
-
-def require_gather_arguments(local: Tensor, sizes: Sequence[int], rank: int, world: int) -> None:
-    """Raises ValueError unless ``local`` is what ``sizes`` says this rank contributes."""
-    if len(sizes) != world or local.dtype != torch.uint8 or tuple(local.shape) != (sizes[rank],):
-        raise ValueError(
-            f"rank {rank} of {world} contributes {sizes[rank : rank + 1]} uint8 of {list(sizes)}, "
-            f"not {local.dtype} {tuple(local.shape)}"
-        )
 
 
 class LocalExchange(Exchange):

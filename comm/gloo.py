@@ -1,0 +1,170 @@
+"""Point-to-point messages between the ranks of a group, over gloo connections of ringfa4's own.
+
+    post: start sends and receives, by peer;  settle: wait for them, bounded, naming who is missing
+
+Own connections, because gloo breaks every connection of a group when one wait of it times out, because
+tags would meet the caller's, and because ``dist.new_group`` cannot make a sub-group reliably among its members
+alone (the name it derives from the ranks depends on how many groups each process is in).
+
+How a wait ends early. gloo's ``wait`` cannot be interrupted, and its works do not tell whether they are done, so
+a thread of the link waits while the caller polls for failures reported by peers. A dead process closes its
+sockets, which fails its neighbours' waits at once. :meth:`GlooLink.abort` closes this rank's sockets in the same way, so a
+failure crosses the group even when the store that carries the reasons died with its host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringfa4.errors import PeerError
+
+POLL_S = 0.05
+"""How often a waiting rank looks whether a peer reported a failure."""
+
+GRACE_S = 0.5
+"""How long a broken connection waits for the reason, which travels through the store."""
+
+MAX_TAG = 2**31 - 2
+ABORT_TAG = 2**31 - 1
+
+
+class Posted:
+    """Operations under way, each with its peer. Holds the tensors: gloo reads and writes them."""
+
+    def __init__(self) -> None:
+        self.works: list[tuple[dist.Work, int, Tensor]] = []
+
+    def drop(self) -> None:
+        self.works.clear()
+
+
+class _Job:
+    """Waiting for some works, done by the link's thread."""
+
+    def __init__(self, works: Sequence[tuple[dist.Work, int, Tensor]]) -> None:
+        self.works = works
+        self.done = threading.Event()
+        self.error: str | None = None
+        self.peer = works[0][1]
+        """Whose work is waited for; when an error came, whose work failed."""
+
+    def run(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        try:
+            for work, self.peer, _ in self.works:
+                left = max(deadline - time.monotonic(), 0.001)
+                work.wait(timedelta(seconds=left))
+        except RuntimeError as error:
+            self.error = str(error).partition("\n")[0]
+        self.done.set()
+
+
+class GlooLink:
+    """Connections of this rank to all others. Collective to make; used by one thread at a time."""
+
+    def __init__(self, group: dist.ProcessGroup, label: str, timeout_s: float) -> None:
+        """``label`` tells links of one group apart. PeerError when a rank does not arrive in time."""
+        self.rank, self.world, self.timeout_s = group.rank(), group.size(), timeout_s
+        store = group.get_group_store()
+        # A counter per rank and label: links made one after another must not meet the old keys.
+        keys = [f"ringfa4/{label}/{rank}" for rank in range(self.world)]
+        number = store.add(keys[self.rank], 1)
+        self.store = dist.PrefixStore(f"ringfa4/{label}/link{number}", store)
+        try:
+            self._gloo = dist.ProcessGroupGloo(
+                self.store, self.rank, self.world, timedelta(seconds=timeout_s)
+            )
+        except RuntimeError as error:
+            missing = [r for r in range(self.world) if store.add(keys[r], 0) < number]
+            reason = f"did not open its context within {timeout_s:g} s"
+            if not missing:
+                raise PeerError(f"gloo cannot connect: {error}") from error
+            raise PeerError(reason, rank=missing[0]) from error
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def send(self, posted: Posted, tensor: Tensor, peer: int, tag: int) -> None:
+        posted.works.append((self._gloo.send([tensor], peer, tag), peer, tensor))
+
+    def receive(self, posted: Posted, tensor: Tensor, peer: int, tag: int) -> None:
+        posted.works.append((self._gloo.recv([tensor], peer, tag), peer, tensor))
+
+    def settle(
+        self,
+        posted: Posted,
+        failure: Callable[[], tuple[int, str] | None],
+        what: str,
+        step: int | None = None,
+    ) -> None:
+        """Wait until everything in ``posted`` is done; it is empty then.
+
+        Raises PeerError when a peer reported a failure, is gone, or late by ``timeout_s`` from now.
+        """
+        if not posted.works:
+            return
+        job = self._submit(posted)
+        while not job.done.wait(POLL_S):
+            failed = failure()
+            if failed is not None:
+                raise PeerError(failed[1], rank=failed[0], step=step)
+        posted.drop()
+        if job.error is None:
+            return
+        if "Timed out" in job.error:
+            failed = failure()
+            reason = f"no {what} within {self.timeout_s:g} s"
+        else:
+            failed = _reason(failure)
+            reason = f"connection lost ({job.error})"
+        if failed is not None:
+            raise PeerError(failed[1], rank=failed[0], step=step)
+        raise PeerError(reason, rank=job.peer, step=step)
+
+    def _submit(self, posted: Posted) -> _Job:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait_for_jobs, daemon=True)
+            self._thread.name = f"gloo link of rank {self.rank}"
+            self._thread.start()
+        job = _Job(tuple(posted.works))
+        self._jobs.put(job)
+        return job
+
+    def _wait_for_jobs(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.run(self.timeout_s)
+            del job  # works and buffers must not live until the next job comes
+
+    def abort(self) -> None:
+        """Close the connections: waits here and at the peers fail at once. Not collective."""
+        if self.world > 1:
+            peer = (self.rank + 1) % self.world
+            # ProcessGroupGloo.abort() does nothing (2.13); a wait that times out closes every pair.
+            with contextlib.suppress(RuntimeError):
+                self._gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, ABORT_TAG).wait(
+                    timedelta(milliseconds=1)
+                )
+        self.close()
+
+    def close(self) -> None:
+        """End the link's thread. Nothing may be under way, unless after :meth:`abort`."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+def _reason(failure: Callable[[], tuple[int, str] | None]) -> tuple[int, str] | None:
+    """What a peer reported, waiting a little for it."""
+    deadline = time.monotonic() + GRACE_S
+    while (failed := failure()) is None and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return failed

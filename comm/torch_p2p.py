@@ -1,0 +1,361 @@
+"""Two-sided transport over torch.distributed: gloo on the CPU, NCCL on GPUs.
+
+    fetch(t)       starts in one batch   sends of send(t) from the outbox,  receives of receive(t)
+    send_grads(t)  starts in one batch   send of grad_out(t) from its slot, receive of grad_in(t)
+                                         into inbox[index % 2]
+
+Both ends of a transfer start it in the same step, so the order of starts is the same everywhere and
+neither backend can deadlock; a rank without work in a step starts nothing. Transfers run while the caller
+computes. The receive of contribution i starts after contribution i - 2 was released, and a send
+does not leave before it: that is the back-pressure.
+
+One outbox is enough: ``finish`` waits until everything was sent, so the next call may overwrite it. Transfers of several spans are
+one operation a span; records arrive packed. An operation's tag holds the call number, so that nothing left over is taken
+for data of this call.
+
+On the CPU messages use connections of our own (:mod:`ringfa4.comm.gloo`), and every wait is bounded and polls for
+failures. On NCCL the caller's group is used and waits are ordered on the stream: the host runs on, and the
+watchdog of NCCL ends the process when a peer is gone. Left out: relaying NCCL errors to Python.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringfa4.comm.arena import Slots
+from ringfa4.comm.gloo import GlooLink, Posted
+from ringfa4.comm.interface import (
+    Contribution,
+    Control,
+    Exchange,
+    Handle,
+    Schedule,
+    StepTransfers,
+    Transport,
+    require_gather_arguments,
+)
+from ringfa4.errors import ContextBrokenError, PeerError
+
+Operation = tuple[int, Tensor]
+"""Peer and the bytes sent to it or received from it."""
+
+_CALLS, _STEPS = 1 << 15, 1 << 15
+"""Tags have 31 bits: call number, step, and whether it is K/V or dK/dV."""
+
+
+def _tag(call: int, step: int, grads: bool) -> int:
+    assert step < _STEPS, f"{step=}"
+    return ((call % _CALLS) * _STEPS + step) * 2 + grads
+
+
+class _Mover(ABC):
+    """Starts and awaits operations on one backend."""
+
+    @abstractmethod
+    def post(
+        self, sends: Sequence[Operation], receives: Sequence[Operation], tag: int
+    ) -> tuple[Posted, Posted]:
+        """Start all operations as one batch; what was sent, and what is received."""
+
+    @abstractmethod
+    def settle(self, posted: Posted, what: str, step: int | None) -> None:
+        """After this, work on the current stream comes after ``posted``. PeerError as in Control."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Wake who waits here. Never blocks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Nothing is under way any more."""
+
+
+class _GlooMover(_Mover):
+    def __init__(self, group: dist.ProcessGroup, control: Control) -> None:
+        self._link, self._control = GlooLink(group, "data", control.timeout_s), control
+
+    def post(
+        self, sends: Sequence[Operation], receives: Sequence[Operation], tag: int
+    ) -> tuple[Posted, Posted]:
+        sent, received = Posted(), Posted()
+        for peer, data in receives:
+            self._link.receive(received, data, peer, tag)
+        for peer, data in sends:
+            self._link.send(sent, data, peer, tag)
+        return sent, received
+
+    def settle(self, posted: Posted, what: str, step: int | None) -> None:
+        self._link.settle(posted, self._control.failure, what, step)
+
+    def abort(self) -> None:
+        self._link.abort()
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class _NcclMover(_Mover):
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        # A communicator whose first operation is point-to-point must hear from all ranks in it.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+    def post(
+        self, sends: Sequence[Operation], receives: Sequence[Operation], tag: int
+    ) -> tuple[Posted, Posted]:
+        operations = [
+            dist.P2POp(start, data, group=self._group, group_peer=peer, tag=tag)
+            for start, batch in ((dist.isend, sends), (dist.irecv, receives))
+            for peer, data in batch
+        ]
+        sent, received = Posted(), Posted()
+        if operations:
+            # One work may stand for the whole batch: whoever waits for a part waits for all of it.
+            works = dist.batch_isend_irecv(operations)
+            for posted, batch in ((sent, sends), (received, receives)):
+                posted.works = [(work, peer, data) for peer, data in batch for work in works]
+        return sent, received
+
+    def settle(self, posted: Posted, what: str, step: int | None) -> None:
+        for work, _, _ in posted.works:
+            work.wait()
+        posted.drop()
+
+    def abort(self) -> None:
+        """The group is the caller's; its watchdog ends what is stuck."""
+
+    def close(self) -> None:
+        """The group is the caller's."""
+
+
+class _NoMover(_Mover):
+    """World 1: nothing ever moves."""
+
+    def post(
+        self, sends: Sequence[Operation], receives: Sequence[Operation], tag: int
+    ) -> tuple[Posted, Posted]:
+        assert not sends and not receives, "alone, yet something moves"
+        return Posted(), Posted()
+
+    def settle(self, posted: Posted, what: str, step: int | None) -> None:
+        assert not posted.works
+
+    def abort(self) -> None:
+        """Nobody waits."""
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def _mover(group: dist.ProcessGroup | None, device: torch.device, control: Control) -> _Mover:
+    if group is None or group.size() == 1:
+        return _NoMover()
+    if device.type == "cpu":
+        return _GlooMover(group, control)
+    if device.type == "cuda" and "nccl" in dist.get_backend(group):
+        return _NcclMover(group, device)
+    raise ValueError(
+        f"torch_p2p moves CPU tensors, and CUDA tensors over NCCL; not {device} over "
+        f"{dist.get_backend(group)!r}"
+    )
+
+
+class TorchP2PTransport(Transport):
+    """Data path of this rank. See the module."""
+
+    name = "torch_p2p"
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, control: Control
+    ) -> None:
+        self.rank, self.world, self.device = control.rank, control.world, device
+        self.control = control
+        self.outbox, self.fetched = Slots(1, device), Slots(2, device)
+        self.outgoing, self.inbox = Slots(2, device), Slots(2, device)
+        self.mover = _mover(group, device, control)
+        self.open_call: int | None = None
+        self._calls = 0
+        self._broken: str | None = None
+
+    def ready(self, schedule: Schedule) -> bool:
+        return (
+            schedule.outbox_bytes <= self.outbox.capacity
+            and schedule.fetch_bytes <= self.fetched.capacity
+            and schedule.grad_bytes <= self.inbox.capacity
+        )
+
+    def open(self, schedule: Schedule) -> Exchange:
+        self.require_usable()
+        schedule.require_valid(self.rank, self.world)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("torch_p2p cannot be captured in a CUDA graph: its slots alternate")
+        assert self.open_call is None, "finish() of the last call comes first"
+        self.outbox.grow(schedule.outbox_bytes)
+        self.fetched.grow(schedule.fetch_bytes)
+        self.outgoing.grow(schedule.grad_bytes)
+        self.inbox.grow(schedule.grad_bytes)
+        self.open_call = self._next_call()
+        return _P2PExchange(self, schedule, self.open_call)
+
+    def _next_call(self) -> int:
+        self._calls += 1
+        return self._calls
+
+    def all_gather(self, local: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        self.require_usable()
+        require_gather_arguments(local, sizes, self.rank, self.world)
+        parts = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]
+        parts[self.rank].copy_(local)
+        others = [(self.rank + hop) % self.world for hop in range(1, self.world)]
+        sent, received = self.post(
+            [(peer, parts[self.rank]) for peer in others if sizes[self.rank]],
+            [(peer, parts[peer]) for peer in others if sizes[peer]],
+            _tag(self._next_call(), 0, False),
+        )
+        self.settle(received, "data of all_gather")
+        self.settle(sent, "reader of all_gather")
+        return parts
+
+    def post(
+        self, sends: Sequence[Operation], receives: Sequence[Operation], tag: int
+    ) -> tuple[Posted, Posted]:
+        try:
+            return self.mover.post(sends, receives, tag)
+        except RuntimeError as error:  # gloo refuses to start on a connection that broke meanwhile
+            failed = self.control.failure()
+            self._broken = str(error)
+            if failed is not None:
+                raise PeerError(failed[1], rank=failed[0]) from error
+            peers = sorted({peer for peer, _ in (*sends, *receives)})
+            raise PeerError(f"connection lost to one of ranks {peers} ({error})") from error
+
+    def settle(self, posted: Posted, what: str, step: int | None = None) -> None:
+        """Wait for ``posted``; an error breaks this transport."""
+        try:
+            self.mover.settle(posted, what, step)
+        except PeerError as error:
+            self._broken = str(error)
+            raise
+
+    def abort(self, reason: str) -> None:
+        self._broken = self._broken or reason
+        self.mover.abort()
+
+    def close(self) -> None:
+        if self._broken is None:
+            # Whoever leaves closes connections: not before the others have stopped using them.
+            self.control.gather(b"close")
+            self.mover.close()
+            self._broken = "it was closed"
+
+    def require_usable(self) -> None:
+        if self._broken is not None:
+            raise ContextBrokenError(f"the transport cannot be used: {self._broken}")
+
+
+class _P2PExchange(Exchange):
+    """One call."""
+
+    def __init__(self, transport: TorchP2PTransport, schedule: Schedule, call: int) -> None:
+        self.transport, self.schedule, self.call = transport, schedule, call
+        self._published = False
+        self._sent: list[tuple[int, Posted]] = []
+        self._slots = [Posted(), Posted()]
+        self._contributed = 0
+        self._coming: dict[int, Posted] = {}
+        self._released = 0
+
+    def _step(self, step: int) -> StepTransfers:
+        self.transport.require_usable()
+        assert self.transport.open_call == self.call, "the call is over"
+        assert 1 <= step < len(self.schedule.steps), f"no step {step}"
+        return self.schedule.steps[step]
+
+    def outbox(self) -> Tensor:
+        self.transport.require_usable()
+        return self.transport.outbox.take(0, self.schedule.own_bytes)
+
+    def publish(self) -> None:
+        self.transport.require_usable()
+        self._published = True
+
+    def fetch(self, step: int) -> Handle:
+        transfers = self._step(step)
+        assert self._published, "publish() comes before the first fetch"
+        view, sends, receives = None, [], []
+        if transfers.send is not None:
+            outbox = self.transport.outbox.take(0, self.schedule.own_bytes)
+            sends = [
+                (transfers.send.peer, outbox[offset : offset + nbytes])
+                for offset, nbytes in transfers.send.spans
+            ]
+        if transfers.receive is not None:
+            view = self.transport.fetched.take(step, transfers.receive.nbytes)
+            parts = view.split([nbytes for _, nbytes in transfers.receive.spans])
+            receives = [(transfers.receive.peer, part) for part in parts]
+        sent, received = self.transport.post(sends, receives, _tag(self.call, step, False))
+        self._sent.append((step, sent))
+        return _P2PHandle(self.transport, received, view, step)
+
+    def grad_slot(self, step: int) -> Tensor | None:
+        out = self._step(step).grad_out
+        if out is None:
+            return None
+        self.transport.settle(self._slots[self._contributed % 2], "reader of dK/dV", step)
+        return self.transport.outgoing.take(self._contributed, out.nbytes)
+
+    def send_grads(self, step: int) -> None:
+        transfers = self._step(step)
+        sends, receives = [], []
+        if transfers.grad_out is not None:
+            slot = self.transport.outgoing.take(self._contributed, transfers.grad_out.nbytes)
+            sends = [(transfers.grad_out.peer, slot)]
+        coming = transfers.grad_in
+        if coming is not None:
+            assert self._released >= coming.index - 1, f"contribution {coming.index - 2} not taken"
+            receives = [(coming.peer, self.transport.inbox.take(coming.index, coming.nbytes))]
+        sent, received = self.transport.post(sends, receives, _tag(self.call, step, True))
+        if sends:
+            self._slots[self._contributed % 2] = sent
+            self._contributed += 1
+        self._coming[step] = received
+
+    def contributions(self, step: int) -> Iterator[Contribution]:
+        coming = self._step(step).grad_in
+        received = self._coming.pop(step)
+        if coming is None:
+            return
+        self.transport.settle(received, f"contribution {coming.index} of dK/dV", step)
+        view = self.transport.inbox.take(coming.index, coming.nbytes)
+        yield Contribution(coming.peer, view, lambda: self._release(coming.index))
+
+    def _release(self, index: int) -> None:
+        assert self._released == index, f"contribution {index} released out of order"
+        self._released = index + 1
+
+    def finish(self) -> None:
+        self.transport.require_usable()
+        due = sum(step.grad_in is not None for step in self.schedule.steps)
+        assert self._released == due, f"{self._released} of {due} contributions taken"
+        for step, sent in self._sent:
+            self.transport.settle(sent, "reader of K/V", step)
+        for sent in self._slots:
+            self.transport.settle(sent, "reader of dK/dV")
+        self.transport.open_call = None
+
+
+class _P2PHandle(Handle):
+    def __init__(
+        self, transport: TorchP2PTransport, received: Posted, view: Tensor | None, step: int
+    ) -> None:
+        self._transport, self._received, self._view = transport, received, view
+        self._step = step
+
+    def wait(self) -> Tensor | None:
+        self._transport.settle(self._received, "K/V records", self._step)
+        return self._view
