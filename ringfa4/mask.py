@@ -176,7 +176,7 @@ def _order(band: Band) -> tuple[int, int, int, int, bool, int, bool, int]:
 
 
 class Intervals:
-    """Half-open intervals (start, stop), indexed so that overlaps are found without trying all."""
+    """Non-empty intervals [start, stop), indexed so that overlaps are found without trying all."""
 
     def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
         self._ids = sorted(range(len(spans)), key=spans.__getitem__)
