@@ -9,6 +9,7 @@ from ringfa4.kernels.interface import BlockKernel
 KERNELS = {
     "reference": "ringfa4.kernels.reference:ReferenceKernel",
     "cpu": "ringfa4.kernels.cpu:CpuKernel",
+    "reference-mxfp8": "ringfa4.kernels.reference_mxfp8:ReferenceMxfp8Kernel",
 }
 """name -> module:class. Classes take no arguments."""
 

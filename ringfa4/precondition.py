@@ -1,32 +1,35 @@
 """Changes of variables that make Q and K easier to quantise and leave attention as it is.
 
-    K mean     k' = k - mu            mu (b, h_kv, d): mean of all ranks' keys, any constant would do
-               logits q.k' = q.k - q.mu: a shift of each query's row, so out is the same and
-               lse = lse' + scale * q.mu                                       (before the sink)
-    Hadamard   q' = R q, k' = R k     R = H diag(signs) / sqrt(n), orthogonal
+    K mean     k' = k - mu          mu (b, heads_kv, d): the mean of all ranks' keys
+               q.k' = q.k - q.mu: each query's logits shift by one number, so out is the same
+               and lse = lse' + scale * q.mu (before the sink); any constant mu would do
+    Hadamard   q' = R q, k' = R k   R = H diag(signs) / sqrt(n), orthogonal
                logits are the same; an outlier channel is spread over n channels
 
-Both: the mean is taken off first, then everything is rotated. Backward of the exact function, with P and delta of the
-whole attention (sink included) and dS of the kernel, which works on q', k' and lse' = lse - scale * q.mu:
+Both: the mean is taken off first, then everything is rotated. Backward of the exact function, with
+P and delta of the whole attention (sink included) and dS of the kernel, which works on q', k' and
+lse' = lse - scale * q.mu:
 
-    dK = R^T dK'                      (mu is a constant of the function: the result does not depend on it)
+    dK = R^T dK'                    nothing depends on mu, so it has no gradient
     dQ = R^T dQ' + scale * rowsum(dS) * mu
     rowsum(dS) = dlse + exp(sink - lse) * delta,    delta = rowsum(out * dout) - dlse
 
 since the rows of P sum to 1 - exp(sink - lse); it is 0 where a row saw no key (lse = -inf).
 
-The order of use, by the executor (q, k, lse in the callers' terms, primes in the kernel's):
+The order of use, by the executor (q, k, lse are the callers', primes are the kernel's):
 
-    forward    mu = mean(k, all_reduce);   k' = keys(k, mu), q' = queries(q)
-               state.max += shift(q, mu, scale), then finalise(sink): out and lse are the callers'
-    backward   k', q' as before from the saved mu;   lse' = lse - shift(q, mu, scale)
-               prepare_backward(q', out, dout, lse', dlse);   the sink's gradient uses lse, out, dlse as ever
-               dq = query_gradient(dq', mu, row_sums(...), scale);   dk = key_gradient(dk'), once, at the owner
+    forward    mu = mean(k, all_reduce);   k' = keys(k, mu);   q' = queries(q)
+               after the last step: state.max += shift(q, mu, scale), then finalise(sink)
+    backward   k', q' as before, from the saved mu;   lse' = lse - shift(q, mu, scale)
+               prepare_backward(q', out, dout, lse', dlse);   dsink from lse, as ever
+               dq = query_gradient(dq', mu, row_sums(delta, lse, dlse, sink), scale)
+               dk = key_gradient(dk'), once, at the owner
 
-Work is in fp32 (fp64 for fp64 inputs); q' and k' are rounded to the input dtype, 50 dB below them for bf16. The signs come from a
-fixed integer hash, so every rank and version has the same. Left out: V, whose rounding errors average out over keys, and
-softcap, whose logits are not shift-invariant (:meth:`Precondition.refuses`). Nothing here communicates.
-Shapes: q (b, sq, heads_q, d), k (b, sk, heads_kv, d), lse (b, heads_q, sq).
+Work is in fp32 (fp64 for fp64 inputs); q' and k' are rounded to the input dtype, 50 dB below them
+for bf16. The signs come from a fixed integer hash, so every rank and version has the same. Left
+out: V, whose rounding errors average out over keys, and softcap, whose logits are not
+shift-invariant (:meth:`Precondition.refuses`). Nothing here communicates. Shapes: q (b, sq,
+heads_q, d), k (b, sk, heads_kv, d), lse (b, heads_q, sq).
 """
 
 from __future__ import annotations
@@ -127,7 +130,8 @@ def shift(q: Tensor, mu: Tensor, scale: float) -> Tensor:
 
 
 def row_sums(delta: Tensor, lse: Tensor, dlse: Tensor | None, sink: Tensor | None) -> Tensor:
-    """rowsum(dS) (b, heads_q, sq) from the callers' lse (sink included), and delta = rowsum(out * dout) - dlse.
+    """rowsum(dS) (b, heads_q, sq) from the callers' lse (sink included), and delta = rowsum(out *
+    dout) - dlse.
 
     ``sink`` (heads_q,). Without sink and dlse it is 0: rows of softmax's Jacobian sum to 0.
     """
@@ -170,7 +174,7 @@ def _by_rows(x: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
 
 
 def _transform(x: Tensor) -> Tensor:
-    """Block-diagonal H / sqrt(n) of (rows, d): butterflies over all bits of the index in a block."""
+    """Block-diagonal H / sqrt(n) of (rows, d): butterflies over the bits of the index."""
     block = hadamard_block(x.shape[-1])
     half = 1
     while half < block:

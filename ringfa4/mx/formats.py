@@ -1,10 +1,11 @@
-"""The MX numbers: E4M3 elements, E8M0 scales, blocks of 32, and the atom in which tensor cores read scales.
+"""The MX numbers: E4M3 elements, E8M0 scales, blocks of 32, and the atom in which tensor cores read
+scales.
 
     value = E4M3(payload) * 2^(scale - 127)             (OCP Microscaling Formats 1.0, section 5)
 
-Every fact about a format is here once, as a field of a frozen object; the rest of the library asks these
-objects and never a dtype. The element table is computed from the definition, in Python integers, so that it is an
-oracle for hardware and library conversions rather than a copy of them.
+Every fact about a format is here once, as a field of a frozen object; the rest of the library asks
+these objects and never a dtype. The element table is computed from the definition, in Python
+integers, so that it is an oracle for hardware and library conversions rather than a copy of them.
 
 Left out: E5M2, FP6, FP4 and other block lengths, which nothing here reads. Neither torch nor numpy.
 """
@@ -17,7 +18,8 @@ from enum import Enum
 from functools import cached_property
 
 BLOCK = 32
-"""Elements that share a scale along the contraction axis: fixed by OCP MX and by the tensor cores."""
+"""Elements that share a scale along the contraction axis: fixed by OCP MX and by the tensor cores.
+"""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class ScaleRounding(Enum):
 
     RCEIL: the smallest power of two s with amax / s <= 448. Nothing saturates. Default.
     FLOOR: 2^(floor(log2 amax) - 8), the method of OCP MX 1.0, section 6.3. A block whose amax has a
-        mantissa above 1.75 saturates at 448 (0.9% of Gaussian elements), a tenth more error than RCEIL.
+        mantissa above 1.75 saturates at 448: 0.9% of Gaussian elements, and a tenth more error.
 
     amax = 0 gives the neutral scale in both.
     """
@@ -115,9 +117,9 @@ class ScaleRounding(Enum):
 class BlockShape:
     """Which elements of a (rows, columns) matrix share a scale: ``rows`` x ``cols`` of them.
 
-    For K, V, Q and dO rows are tokens and columns the head dimension, so :data:`ALONG_D` blocks serve
-    contractions over d, :data:`ALONG_SEQ` those over tokens, and :data:`TILE` both: each 1 x 32 and each 32 x 1
-    block of a tile carries the tile's scale.
+    For K, V, Q and dO rows are tokens and columns the head dimension, so :data:`ALONG_D` blocks
+    serve contractions over d, :data:`ALONG_SEQ` those over tokens, and :data:`TILE` both: each 1 x
+    32 and each 32 x 1 block of a tile carries the tile's scale.
     """
 
     name: str
@@ -132,10 +134,12 @@ TILE = BlockShape("32x32", BLOCK, BLOCK)
 
 @dataclass(frozen=True, slots=True)
 class ScaleAtom:
-    """The unit in which tcgen05 reads scales: ``rows`` rows x ``blocks`` blocks along the contraction.
+    """The unit in which tcgen05 reads scales: ``rows`` rows x ``blocks`` blocks along the
+    contraction.
 
-    Scale (row, block) is byte (row % 32) * 16 + (row // 32) * 4 + block: one copy of the atom to tensor
-    memory (tcgen05.cp 32x128b.warpx4) puts it where the MMA wants it (PTX ISA 9.1, section 9.7.16.10.7).
+    Scale (row, block) is byte (row % 32) * 16 + (row // 32) * 4 + block: one copy of the atom to
+    tensor memory (tcgen05.cp 32x128b.warpx4) puts it where the MMA wants it (PTX ISA 9.1, section
+    9.7.16.10.7).
     """
 
     rows: int

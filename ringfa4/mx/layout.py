@@ -1,14 +1,14 @@
 """Where scales lie: linear, or in the 128 x 4 atoms that tensor cores read.
 
-Linear, for a block shape over (rows, cols): (..., rows / shape.rows, cols / shape.cols), as quantise gives them.
-Operand scales: one E8M0 per non-contracted index and 32 contracted ones,
+Linear, for a block shape over (rows, cols): (..., rows / shape.rows, cols / shape.cols), as
+quantise gives them. Operand scales: one E8M0 per non-contracted index and 32 contracted ones,
 
     along d    (tokens, d / 32)      K in Q K^T, Q, dO in dO V^T, V there
     along seq  (d, tokens / 32)      V in P V, K in dS K, Q and dO in backward
 
-each (M, B) matrix in ceil(M / 128) * ceil(B / 4) atoms of 512 bytes, atom (m, b) at (m * ceil(B / 4) + b) * 512; what is
-outside the matrix is the neutral 127. Tiles give both from the same exponents: along d repeats a tile's scale
-over 32 tokens, along seq over 32 columns.
+each (M, B) matrix in ceil(M / 128) * ceil(B / 4) atoms of 512 bytes, atom (m, b) at (m * ceil(B /
+4) + b) * 512; what is outside the matrix is the neutral 127. Tiles give both from the same
+exponents: along d repeats a tile's scale over 32 tokens, along seq over 32 columns.
 """
 
 from __future__ import annotations

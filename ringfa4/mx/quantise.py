@@ -1,19 +1,19 @@
 """Numbers to MX blocks and back.
 
-    scale  = rounding(max |x| over the block's finite elements)       E8M0, integer arithmetic on the float's bits
-    code   = E4M3(x / 2^(scale - 127)), to nearest even               x / 2^n is exact, so there is one rounding
+    scale  = rounding(max |x| over the block's finite elements)      E8M0, from the float's bits
+    code   = E4M3(x / 2^(scale - 127)), to nearest even              the only rounding
     value  = E4M3 table[code] * 2^(scale - 127)
 
-Matrices are the last two dimensions, (..., rows, cols); a block is ``shape.rows x shape.cols`` of them, and
-sizes must be multiples of it (callers pad with zeros, which change no scale).
+Matrices are the last two dimensions, (..., rows, cols); a block is ``shape.rows x shape.cols`` of
+them, and sizes must be multiples of it (callers pad with zeros, which change no scale).
 
-What is not finite: **a NaN or infinite element becomes the code 0x7F (NaN), and its block's scale is
-that of the other elements.** So NaN reaches exactly what depends on the element, tiles spread it to no
-neighbour, and an infinity (E4M3 has none) stays loud instead of saturating. The scale 255 (NaN for the whole
-block) is never written, and read as OCP defines it.
+What is not finite: **a NaN or infinite element becomes the code 0x7F (NaN), and its block's scale
+is that of the other elements.** So NaN reaches exactly what depends on the element, tiles spread it
+to no neighbour, and an infinity (E4M3 has none) stays loud instead of saturating. The scale 255
+(NaN for the whole block) is never written, and read as OCP defines it.
 
-Scales are never converted with torch's float8_e8m0fnu, which rounds to nearest. Left out: gradients (rounding
-has none; callers differentiate the exact function).
+Scales are never converted with torch's float8_e8m0fnu, which rounds to nearest. Left out: gradients
+(rounding has none; callers differentiate the exact function).
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _INTEGER = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """``payload`` uint8 (..., rows, cols), ``scales`` uint8 (..., rows / shape.rows, cols / shape.cols)."""
+    """``payload`` uint8 (..., rows, cols), ``scales`` uint8 (..., rows / shape.rows, cols /
+    shape.cols).
+    """
 
     payload: Tensor
     scales: Tensor
@@ -84,7 +86,8 @@ def scale_bytes(amax: Tensor, rounding: ScaleRounding = ScaleRounding.RCEIL) -> 
 def _inverse(scales: Tensor) -> Tensor:
     """2^(127 - scale), fp32, from the bits.
 
-    The largest finite fp32 gets the scale 247, far below 254, from where on the result would be subnormal.
+    The largest finite fp32 gets the scale 247, far below 254, from where on the result would be
+    subnormal.
     """
     return ((2 * E8M0.bias - scales.to(torch.int32)) << 23).view(torch.float32)
 
@@ -99,7 +102,7 @@ def quantise(
         x = x.masked_fill(~torch.isfinite(x), torch.nan)
     inverse = _inverse(scales)
     if x.dtype == torch.bfloat16:
-        # A product with a power of two is exact in bf16 too (what underflows there rounds to 0 in E4M3).
+        # Exact in bf16 too: a power of two, and what underflows there rounds to 0 in E4M3.
         inverse = inverse.to(torch.bfloat16)
     scaled = _per_block(x, shape) * _spread(inverse, shape)
     if rounding is ScaleRounding.FLOOR:
@@ -132,7 +135,8 @@ def look_up(codes: Tensor, values: tuple[float, ...], dtype: torch.dtype) -> Ten
 def dequantise(payload: Tensor, scales: Tensor, shape: BlockShape, dtype: torch.dtype) -> Tensor:
     """The values, in ``dtype``, contiguous. Exact in fp32 and bf16, whose exponent is E8M0's.
 
-    fp16 is narrower: what RCEIL rounded up past its largest number (from 63488 on) becomes that number.
+    fp16 is narrower: what RCEIL rounded up past its largest number (from 63488 on) becomes that
+    number.
     """
     work = torch.float32 if dtype == torch.float16 else dtype
     values = look_up(payload, E4M3.values, work)

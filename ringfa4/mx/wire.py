@@ -1,32 +1,35 @@
 """K and V in MXFP8 on the wire: records whose bytes are the block kernel's operands.
 
-A record holds 128 tokens of one chunk. For each contraction of attention that reads K or V it has an operand: an
-E4M3 payload, and one E8M0 scale per 32 contracted elements in 512-byte atoms (:mod:`ringfa4.mx.layout`).
-b batch rows, h K/V heads, n(d) = ceil(d / 128); every section is a multiple of 128 bytes:
+A record holds 128 tokens of one chunk. For each contraction of attention that reads K or V it has
+an operand: an E4M3 payload, and one E8M0 scale per 32 contracted elements in 512-byte atoms
+(:mod:`ringfa4.mx.layout`). b batch rows, h K/V heads, n(d) = ceil(d / 128); every section is a
+multiple of 128 bytes:
 
-    forward                 section                                       bytes             read by
-      k payload             [b][h][128 tokens][dk]                        b h 128 dk        S = Q K^T
-      v payload             [b][h][dv][128 tokens]                        b h 128 dv        O = P V
-      k scales along d      [b][h][n(dk) atoms: token x dk/32]            b h 512 n(dk)
-      v scales along seq    [b][h][n(dv) atoms: dv x 4]                   b h 512 n(dv)
+    forward               section                               bytes           read by
+      k payload           [b][h][128 tokens][dk]                b h 128 dk      S = Q K^T
+      v payload           [b][h][dv][128 tokens]                b h 128 dv      O = P V
+      k scales along d    [b][h][n(dk) atoms: token x dk/32]    b h 512 n(dk)   S
+      v scales along seq  [b][h][n(dv) atoms: dv x 4]           b h 512 n(dv)   O
 
     backward, mxfp8 (32 x 32 tiles)
-      k payload             [b][h][128 tokens][dk]                        b h 128 dk        S, dQ = dS K
-      v payload             [b][h][128 tokens][dv]                        b h 128 dv        dP = dO V^T
-      k scales along d      [b][h][n(dk) atoms: token x dk/32]            b h 512 n(dk)     S
-      k scales along seq    [b][h][n(dk) atoms: dk x 4]                   b h 512 n(dk)     dQ
-      v scales along d      [b][h][n(dv) atoms: token x dv/32]            b h 512 n(dv)     dP
+      k payload           [b][h][128 tokens][dk]                b h 128 dk      S, dQ = dS K
+      v payload           [b][h][128 tokens][dv]                b h 128 dv      dP = dO V^T
+      k scales along d    [b][h][n(dk) atoms: token x dk/32]    b h 512 n(dk)   S
+      k scales along seq  [b][h][n(dk) atoms: dk x 4]           b h 512 n(dk)   dQ
+      v scales along d    [b][h][n(dv) atoms: token x dv/32]    b h 512 n(dv)   dP
 
-    backward, mxfp8-1x32: as above, with a payload of its own for dQ, [b][h][dk][128 tokens], after the first.
+    backward, mxfp8-1x32: as above, with a second K payload, for dQ, after the first:
+      k payload           [b][h][dk][128 tokens]                b h 128 dk      dQ
 
-So a payload lies with the contracted axis contiguous ("K-major"): what TMA loads and both tcgen05 and the FP8
-wgmma of Hopper (which has no other way) read without a transpose. The one exception is K for dQ on tiles: the same bytes are
-read transposed, which tcgen05 can for 8-bit operands. Tensor maps over a section have the dimensions (contiguous
-axis, other axis, head and batch row, record), the last with the record's size as its stride; TMA swizzles on the way in.
+So a payload lies with the contracted axis contiguous ("K-major"): what TMA loads and both tcgen05
+and the FP8 wgmma of Hopper (which has no other way) read without a transpose. The one exception is
+K for dQ on tiles: the same bytes are read transposed, which tcgen05 can for 8-bit operands. Tensor
+maps over a section have the dimensions (contiguous axis, other axis, head and batch row, record),
+the last with the record's size as its stride; TMA swizzles on the way in.
 
-Padding (tokens past the end of a chunk, scales outside a matrix) is payload 0 and scale 127. Readers must not depend
-on it for tokens that no task names. Documents of 128 tokens or more share no record with another one
-(:meth:`MxWire.split_at`), so none of their scales depends on it either.
+Padding (tokens past the end of a chunk, scales outside a matrix) is payload 0 and scale 127.
+Readers must not depend on it for tokens that no task names. Documents of 128 tokens or more share
+no record with another one (:meth:`MxWire.split_at`), so none of their scales depends on it either.
 
 Left out: dK/dV, which travel in fp32 (:func:`ringfa4.wire.gradient_wire`).
 """
@@ -58,8 +61,8 @@ GROUP = 1 << 18
 class Operand:
     """One operand's sections: byte offsets in a record, and how the payload lies.
 
-    ``along`` is the contracted axis, ``contiguous`` the one that varies fastest in the payload, ``d`` the head
-    dimension. ``scales`` holds ``atoms`` atoms per batch row and head.
+    ``along`` is the contracted axis, ``contiguous`` the one that varies fastest in the payload,
+    ``d`` the head dimension. ``scales`` holds ``atoms`` atoms per batch row and head.
     """
 
     which: Which
@@ -71,7 +74,7 @@ class Operand:
 
     @property
     def scale_shape(self) -> tuple[int, int]:
-        """(non-contracted indices, blocks of 32 contracted ones) of a record, batch row and head."""
+        """(other axis, blocks along the contracted one) of one record, batch row and head."""
         return (RECORD, self.d // BLOCK) if self.along == "d" else (self.d, RECORD // BLOCK)
 
     @property
@@ -160,7 +163,8 @@ class MxShard(EncodedShard):
     def operand(
         self, which: Which, along: Axis | None, chunk: int, k0: int, k1: int, dtype: torch.dtype
     ) -> Tensor:
-        """De-quantised tokens [k0, k1) of ``chunk``, (b, k1 - k0, heads_kv, d), as contracted over ``along``.
+        """De-quantised tokens [k0, k1) of ``chunk``, (b, k1 - k0, heads_kv, d), as contracted over
+        ``along``.
 
         None: the first there is. A chunk is decoded whole, once, and kept as long as this object.
         """
@@ -203,7 +207,9 @@ def _groups(records: int, width: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class MxWire(WireFormat):
-    """``tiles``: one scale per 32 x 32 tile serves both orientations; else 1 x 32 along each contraction."""
+    """``tiles``: one scale per 32 x 32 tile serves both orientations; else 1 x 32 along each
+    contraction.
+    """
 
     name: str
     tiles: bool
