@@ -2,14 +2,16 @@
 
     post: start sends and receives, by peer;  settle: wait for them, bounded, naming who is missing
 
-Own connections, because gloo breaks every connection of a group when one wait of it times out, because
-tags would meet the caller's, and because ``dist.new_group`` cannot make a sub-group reliably among its members
-alone (the name it derives from the ranks depends on how many groups each process is in).
+Own connections, because gloo breaks every connection of a group when one wait of it times out,
+because tags would meet the caller's, and because ``dist.new_group`` cannot make a sub-group
+reliably among its members alone (the name it derives from the ranks depends on how many groups each
+process is in).
 
-How a wait ends early. gloo's ``wait`` cannot be interrupted, and its works do not tell whether they are done, so
-a thread of the link waits while the caller polls for failures reported by peers. A dead process closes its
-sockets, which fails its neighbours' waits at once. :meth:`GlooLink.abort` closes this rank's sockets in the same way, so a
-failure crosses the group even when the store that carries the reasons died with its host.
+How a wait ends early. gloo's ``wait`` cannot be interrupted, and its works do not tell whether they
+are done, so a thread of the link waits while the caller polls for failures reported by peers. A
+dead process closes its sockets, which fails its neighbours' waits at once. :meth:`GlooLink.abort`
+closes this rank's sockets in the same way, so a failure crosses the group even when the store that
+carries the reasons died with its host.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class _Job:
     def run(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         try:
-            for work, self.peer, _ in self.works:
+            for work, peer, _ in self.works:
+                self.peer = peer
                 left = max(deadline - time.monotonic(), 0.001)
                 work.wait(timedelta(seconds=left))
         except RuntimeError as error:
@@ -72,7 +75,8 @@ class GlooLink:
     """Connections of this rank to all others. Collective to make; used by one thread at a time."""
 
     def __init__(self, group: dist.ProcessGroup, label: str, timeout_s: float) -> None:
-        """``label`` tells links of one group apart. PeerError when a rank does not arrive in time."""
+        """``label`` tells links of one group apart. PeerError when a rank does not arrive in
+        time."""
         self.rank, self.world, self.timeout_s = group.rank(), group.size(), timeout_s
         store = group.get_group_store()
         # A counter per rank and label: links made one after another must not meet the old keys.
@@ -84,10 +88,10 @@ class GlooLink:
                 self.store, self.rank, self.world, timedelta(seconds=timeout_s)
             )
         except RuntimeError as error:
-            missing = [r for r in range(self.world) if store.add(keys[r], 0) < number]
-            reason = f"did not open its context within {timeout_s:g} s"
+            missing = [rank for rank in range(self.world) if store.add(keys[rank], 0) < number]
             if not missing:
-                raise PeerError(f"gloo cannot connect: {error}") from error
+                raise PeerError(f"gloo does not connect the group: {error}") from error
+            reason = f"did not open its {label} connections within {timeout_s:g} s"
             raise PeerError(reason, rank=missing[0]) from error
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

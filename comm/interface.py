@@ -1,7 +1,8 @@
 """What moves bytes between ranks, and what ranks say to each other beside the data.
 
-A :class:`Control` is the host-side channel (small byte strings, failures). A :class:`Transport` owns the arena and the data path of one
-process group and device; it is shared by all layers, and every rank makes every call on it in the same order, also when it has no work.
+A :class:`Control` is the host-side channel (small byte strings, failures). A :class:`Transport`
+owns the arena and the data path of one process group and device; it is shared by all layers, and
+every rank makes every call on it in the same order, also when it has no work.
 
 One call (forward or backward of one attention) is one :class:`Exchange`:
 
@@ -19,14 +20,17 @@ One call (forward or backward of one attention) is one :class:`Exchange`:
             add c.view; c.release()
     ex.finish()
 
-The contributions of step t may be taken one step later, after send_grads(t + 1), so that they travel while step t + 1 computes; not later than that.
+The contributions of step t may be taken one step later, after send_grads(t + 1), so that they
+travel while step t + 1 computes; not later than that.
 
-dK/dV protocol: the owner's inbox has two slots. Contribution i to an owner (plan order: step order, one per step at most) uses slot i % 2, and its sender starts only
-when the owner has released contribution i - 2. The owner takes contributions in plan order, so sums are deterministic.
+dK/dV protocol: the owner's inbox has two slots. Contribution i to an owner (plan order: step order,
+one per step at most) uses slot i % 2, and its sender starts only when the owner has released
+contribution i - 2. The owner takes contributions in plan order, so sums are deterministic.
 
-Buffers alternate by call parity; a rank arrives at the barrier of call n + 1 only after its last read of call n, in stream order.
-After an error the exchange and its transport refuse further use. Parity is host state, so CUDA-graph capture is refused.
-Group ranks everywhere, never global ranks. Bytes and JSON, never pickle.
+Buffers alternate by call parity; a rank arrives at the barrier of call n + 1 only after its last
+read of call n, in stream order. After an error the exchange and its transport refuse further use.
+Parity is host state, so CUDA-graph capture is refused. Group ranks everywhere, never global ranks.
+Bytes and JSON, never pickle.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Bytes between this rank and ``peer``. ``spans`` are (offset, bytes) in the source's outbox, copied in order, packed at the reader."""
+    """Bytes between this rank and ``peer``. ``spans`` are (offset, bytes) in the source's
+    outbox, copied in order, packed at the reader."""
 
     peer: int
     spans: tuple[tuple[int, int], ...]
@@ -64,8 +69,9 @@ class GradTransfer:
 class StepTransfers:
     """All this rank does in one step; None: nothing to do.
 
-    ``receive``: records read from ``receive.peer``; ``send``: what ``send.peer`` reads from this rank's outbox in the same step.
-    ``grad_out``: this rank's contribution to the owner; ``grad_in``: the contribution that reaches this rank as owner.
+    ``receive``: records read from ``receive.peer``; ``send``: what ``send.peer`` reads from this
+    rank's outbox in the same step. ``grad_out``: this rank's contribution to the owner;
+    ``grad_in``: the contribution that reaches this rank as owner.
     """
 
     receive: Transfer | None = None
@@ -76,10 +82,12 @@ class StepTransfers:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The data movement of one rank for one call, derived from the plan. ``steps[0]`` is local and moves nothing.
+    """The data movement of one rank for one call, derived from the plan. ``steps[0]`` is local and
+    moves nothing.
 
-    The capacities are maxima over *all* ranks and both directions of the plan, so that all ranks size their arena alike:
-    ``outbox_bytes`` (this call's own outbox is ``own_bytes``), ``fetch_bytes`` (largest receive), ``grad_bytes`` (largest contribution).
+    The capacities are maxima over *all* ranks and both directions of the plan, so that all ranks
+    size their arena alike: ``outbox_bytes`` (this call's own outbox is ``own_bytes``),
+    ``fetch_bytes`` (largest receive), ``grad_bytes`` (largest contribution).
     """
 
     rank: int
@@ -91,10 +99,12 @@ class Schedule:
     steps: tuple[StepTransfers, ...]
 
     def require_valid(self, rank: int, world: int) -> None:
-        """Raises ValueError unless this is a schedule of ``rank`` of ``world`` that keeps the rules above."""
+        """Raises ValueError unless this is a schedule of ``rank`` of ``world`` that keeps the
+        rules above."""
         if (self.rank, self.world) != (rank, world):
             raise ValueError(
-                f"the schedule is for rank {self.rank} of {self.world}, the transport is rank {rank} of {world}"
+                f"the schedule is for rank {self.rank} of {self.world}, "
+                f"the transport is rank {rank} of {world}"
             )
         if self.own_bytes > self.outbox_bytes:
             raise ValueError(f"{self.own_bytes=} exceeds {self.outbox_bytes=}")
@@ -108,7 +118,9 @@ class Schedule:
                 ):
                     raise ValueError(f"step {number} of rank {rank} of {world}: {transfer}")
             if step.receive is not None and step.receive.nbytes > self.fetch_bytes:
-                raise ValueError(f"step {number} receives {step.receive.nbytes} > {self.fetch_bytes=}")
+                raise ValueError(
+                    f"step {number} receives {step.receive.nbytes} > {self.fetch_bytes=}"
+                )
             if step.send is not None and max(map(sum, step.send.spans)) > self.own_bytes:
                 raise ValueError(f"step {number} sends {step.send} of {self.own_bytes=}")
             for grad in (step.grad_out, step.grad_in):
@@ -116,7 +128,9 @@ class Schedule:
                     raise ValueError(f"step {number}: {grad} exceeds {self.grad_bytes=}")
             if step.grad_in is not None:
                 if step.grad_in.index != given:
-                    raise ValueError(f"step {number}: contribution {given} is due, not {step.grad_in}")
+                    raise ValueError(
+                        f"step {number}: contribution {given} is due, not {step.grad_in}"
+                    )
                 given += 1
 
 
@@ -125,7 +139,8 @@ class Handle(ABC):
 
     @abstractmethod
     def wait(self) -> Tensor | None:
-        """The packed bytes (uint8), ready for work on the current stream; None when the step receives nothing.
+        """The packed bytes (uint8), ready for work on the current stream; None when the step
+        receives nothing.
 
         Idempotent. Raises PeerError when the source failed or is late.
         """
@@ -133,7 +148,8 @@ class Handle(ABC):
 
 @dataclass(frozen=True)
 class Contribution:
-    """dK/dV for this rank's records from ``peer``; read ``view`` (uint8, packed), then call ``release``."""
+    """dK/dV for this rank's records from ``peer``; read ``view`` (uint8, packed), then call
+    ``release``."""
 
     peer: int
     view: Tensor
@@ -157,19 +173,23 @@ class Exchange(ABC):
 
     @abstractmethod
     def fetch(self, step: int) -> Handle:
-        """Start the transfers of ``step``. Called for each step from 1 on, in order, at most one ahead of the last waited."""
+        """Start the transfers of ``step``. Called for each step from 1 on, in order, at most one
+        ahead of the last waited."""
 
     @abstractmethod
     def grad_slot(self, step: int) -> Tensor | None:
-        """uint8 buffer for this step's contribution (``grad_out.nbytes``; contents undefined), None without one."""
+        """uint8 buffer for this step's contribution (``grad_out.nbytes``; contents undefined),
+        None without one."""
 
     @abstractmethod
     def send_grads(self, step: int) -> None:
-        """The slot is complete (work on the current stream included). Called for each step from 1 on, in order, also without a slot."""
+        """The slot is complete (work on the current stream included). Called for each step from
+        1 on, in order, also without a slot."""
 
     @abstractmethod
     def contributions(self, step: int) -> Iterator[Contribution]:
-        """Contributions of ``step`` to this rank, once they are here. Called for each step in order, after ``send_grads(step)``."""
+        """Contributions of ``step`` to this rank, once they are here. Called for each step in
+        order, after ``send_grads(step)``."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -186,18 +206,22 @@ class Transport(ABC):
 
     @abstractmethod
     def ready(self, schedule: Schedule) -> bool:
-        """Whether ``open`` can lend buffers without growing the arena. Growing is collective: agree first."""
+        """Whether ``open`` can lend buffers without growing the arena. Growing is collective:
+        agree first."""
 
     @abstractmethod
     def open(self, schedule: Schedule) -> Exchange:
-        """Begin a call. ValueError when a schedule is not this rank's; RuntimeError under CUDA-graph capture."""
+        """Begin a call. ValueError when a schedule is not this rank's; RuntimeError under
+        CUDA-graph capture."""
 
     @abstractmethod
     def all_gather(self, local: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Every rank's bytes, by rank: ``local`` is 1-D uint8 with ``sizes[rank]`` elements; sizes may differ and be 0.
+        """Every rank's bytes, by rank: ``local`` is 1-D uint8 with ``sizes[rank]`` elements; sizes
+        may differ and be 0.
 
-        Outside an exchange, in the same order on all ranks, after :meth:`Control.gather` agreed on the sizes. Sharding, sinks and means are
-        built on it (sums are taken in rank order, hence deterministic).
+        Outside an exchange, in the same order on all ranks, after :meth:`Control.gather` agreed on
+        the sizes. Sharding, sinks and means are built on it (sums are taken in rank order, hence
+        deterministic).
         """
 
     @abstractmethod
@@ -218,7 +242,8 @@ class Control(ABC):
 
     @abstractmethod
     def gather(self, message: bytes) -> list[bytes]:
-        """Every rank's message, by rank. At most :data:`MESSAGE_BYTES` each. Raises PeerError naming a failed or late rank."""
+        """Every rank's message, by rank. At most :data:`MESSAGE_BYTES` each. Raises PeerError
+        naming a failed or late rank."""
 
     @abstractmethod
     def report(self, reason: str) -> None:
@@ -226,7 +251,8 @@ class Control(ABC):
 
     @abstractmethod
     def failure(self) -> tuple[int, str] | None:
-        """(rank, reason) of the first peer that reported a failure, if any. Cheap enough to poll while waiting."""
+        """(rank, reason) of the first peer that reported a failure, if any. Cheap enough to poll
+        while waiting."""
 
     @abstractmethod
     def close(self) -> None:

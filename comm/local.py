@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
+from torch import Tensor
+
 from ringfa4.comm.arena import Slots
 from ringfa4.comm.interface import (
     Contribution,
@@ -33,8 +35,6 @@ from ringfa4.comm.interface import (
     require_gather_arguments,
     require_message,
 )
-from torch import Tensor
-
 from ringfa4.errors import ContextBrokenError, PeerError
 
 T = TypeVar("T")

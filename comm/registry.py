@@ -1,8 +1,9 @@
 """Transports by name: a fixed table, so that a name on a command line cannot import arbitrary code.
 
-A factory takes (group, device, control) and returns this rank's transport; ``group`` None means that this process
-is alone. Making one is collective. ``local`` is missing from the table on purpose: its ranks are the threads
-of one process, which no process group describes; see :func:`ringfa4.comm.local.run_ranks`.
+A factory takes (group, device, control) and returns this rank's transport; ``group`` None means
+that this process is alone. Making one is collective. ``local`` is missing from the table on
+purpose: its ranks are the threads of one process, which no process group describes; see
+:func:`ringfa4.comm.local.run_ranks`.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def open_transport(
 ) -> tuple[Transport, Control]:
     """Transport ``name`` and the control channel of ``group`` (None: this process alone).
 
-    Collective. Raises ValueError for an unknown name, before anything is opened; PeerError when a rank does
-    not arrive within ``timeout_s``.
+    Collective. Raises ValueError for an unknown name, before anything is opened; PeerError when a
+    rank does not arrive within ``timeout_s``.
     """
     factory = transport_factory(name)
     control = open_control(group, timeout_s)

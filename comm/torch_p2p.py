@@ -5,17 +5,18 @@
                                          into inbox[index % 2]
 
 Both ends of a transfer start it in the same step, so the order of starts is the same everywhere and
-neither backend can deadlock; a rank without work in a step starts nothing. Transfers run while the caller
-computes. The receive of contribution i starts after contribution i - 2 was released, and a send
-does not leave before it: that is the back-pressure.
+neither backend can deadlock; a rank without work in a step starts nothing. Transfers run while the
+caller computes. The receive of contribution i starts after contribution i - 2 was released, and a
+send does not leave before it: that is the back-pressure.
 
-One outbox is enough: ``finish`` waits until everything was sent, so the next call may overwrite it. Transfers of several spans are
-one operation a span; records arrive packed. An operation's tag holds the call number, so that nothing left over is taken
-for data of this call.
+One outbox is enough: ``finish`` waits until everything was sent, so the next call may overwrite it.
+Transfers of several spans are one operation a span; records arrive packed. An operation's tag holds
+the call number, so that nothing left over is taken for data of this call.
 
-On the CPU messages use connections of our own (:mod:`ringfa4.comm.gloo`), and every wait is bounded and polls for
-failures. On NCCL the caller's group is used and waits are ordered on the stream: the host runs on, and the
-watchdog of NCCL ends the process when a peer is gone. Left out: relaying NCCL errors to Python.
+On the CPU messages use connections of our own (:mod:`ringfa4.comm.gloo`), and every wait is bounded
+and polls for failures. On NCCL the caller's group is used and waits are ordered on the stream: the
+host runs on, and the watchdog of NCCL ends the process when a peer is gone. Left out: relaying NCCL
+errors to Python.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class _Mover(ABC):
 
     @abstractmethod
     def settle(self, posted: Posted, what: str, step: int | None) -> None:
-        """After this, work on the current stream comes after ``posted``. PeerError as in Control."""
+        """After this, work on the current stream comes after ``posted``. PeerError as in
+        Control."""
 
     @abstractmethod
     def abort(self) -> None:
