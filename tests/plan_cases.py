@@ -20,12 +20,12 @@ from ringfa4.shard import Sharding
 Pair = tuple[int, int]
 
 
-def pairs(band: Band, low: int = -40, high: int = 60) -> set[Pair]:
-    """The pairs of a band within [low, high)^2, from its inequalities."""
+def pairs(band: Band) -> set[Pair]:
+    """The pairs of a band, from its inequalities."""
     return {
         (i, j)
-        for i in range(max(low, band.q0), min(high, band.q1))
-        for j in range(max(low, band.k0), min(high, band.k1))
+        for i in range(band.q0, band.q1)
+        for j in range(band.k0, band.k1)
         if (band.lo is None or band.lo <= j - i) and (band.hi is None or j - i <= band.hi)
     }
 
