@@ -1,4 +1,4 @@
-"""What every test file shares: one hypothesis profile, and one place that skips what this machine cannot run."""
+"""What every test file shares: one hypothesis profile, one place that skips for want of a GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-# The same examples in every run, and no deadline: two cores shared by several processes say nothing about time.
+# The same examples in every run; no deadline, since a machine shared by processes says nothing
+# about time.
 settings.register_profile("ringfa4", derandomize=True, deadline=None, database=None)
 settings.load_profile("ringfa4")
 

@@ -1,4 +1,4 @@
-"""What is installed: the metadata, the pins, and a wheel built through an sdist as `pip install ringfa4` would."""
+"""What is installed: metadata, pins, and a wheel built through an sdist, as pip would."""
 
 from __future__ import annotations
 

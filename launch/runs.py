@@ -1,0 +1,241 @@
+"""One rank's run: inputs, forward, backward, transfers alone, check, output file, report.
+
+    time        wall time of the slowest rank, from a barrier on; the fastest of --repeat
+    TFLOP/s     allowed pairs x heads x 2 (dk + dv), backward 2.5 times that, of all ranks together
+    moved       bytes that ranks read from others, dK/dV included
+    alone       what the same transfers take when nothing is computed
+    waited      time in fetch, wait, send and reduce while computing; hidden = 1 - waited / alone
+
+The last two are sums over ranks, and host times: they are given where the host computes (CPU).
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ringfa4 import ContextParallel
+from ringfa4.context import Context
+from ringfa4.launch.checks import Checker, Tensors, Verdict
+from ringfa4.launch.console import Console, Progress
+from ringfa4.launch.options import Options
+from ringfa4.launch.peers import Peers
+from ringfa4.launch.probes import Idle, Paced
+from ringfa4.launch.tensorfile import TensorFile, create
+from ringfa4.launch.workload import Workload
+from ringfa4.ops import checked
+from ringfa4.ring import Ring, backward, forward
+from ringfa4.trace import Observer, Recorder
+from ringfa4.wire import Direction
+
+T = TypeVar("T")
+
+MOVING = ("publish", "fetch", "wait", "grads", "reduce")
+"""Spans in which a rank moves bytes or waits for them."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Forward or backward, over all ranks; None where it is not measured."""
+
+    seconds: float
+    tokens_per_s: float
+    tflop_per_s: float
+    moved_bytes: int
+    alone_s: float | None
+    waited_s: float | None
+
+    @property
+    def hidden(self) -> float | None:
+        """Share of the transfer time behind which the rank computed."""
+        if self.alone_s is None or self.waited_s is None or self.alone_s <= 0:
+            return None
+        return min(1.0, max(0.0, 1 - self.waited_s / self.alone_s))
+
+
+@dataclass
+class Report:
+    """What a run found; equal on all ranks."""
+
+    passes: dict[str, Pass] = field(default_factory=dict)
+    choices: list[str] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    peak_bytes: int = 0
+
+    @property
+    def passed(self) -> bool:
+        return all(verdict.passed for verdict in self.verdicts)
+
+    def as_json(self) -> dict[str, Any]:
+        passes = {name: {**asdict(p), "hidden": p.hidden} for name, p in self.passes.items()}
+        return {**asdict(self), "passes": passes, "passed": self.passed}
+
+
+def run_rank(
+    options: Options, work: Workload, context: Context, peers: Peers, console: Console
+) -> Report:
+    """All of a run, on one rank. Collective."""
+    cp = ContextParallel(
+        context,
+        mask=work.mask,
+        sharding=options.sharding,
+        wire=options.wire,
+        kernel=options.kernel,
+    )
+    shards = cp.problem.q_sharding, cp.problem.k_sharding
+    q_shard, k_shard = (sharding.shards[peers.rank] for sharding in shards)
+    q = work.inputs.rows("q", q_shard, work.heads, work.dk).to(context.device)
+    k = work.inputs.rows("k", k_shard, work.kv_heads, work.dk).to(context.device)
+    v = work.inputs.rows("v", k_shard, work.kv_heads, work.dv).to(context.device)
+    sink = None if work.sink is None else work.sink.to(context.device)
+    measure = _Measure(options, work, peers, console)
+
+    ring = checked(context, lambda: cp.problem.ring(q, k, v, backward=False))
+    out, lse = measure(
+        ring,
+        "forward",
+        lambda r, o: forward(r, q, k, v, scale=work.scale, sink=sink, observer=o),
+    )
+    tensors = Tensors(q, k, v, out, lse)
+    if options.backward:
+        dout = work.inputs.rows("dout", q_shard, work.heads, work.dv).to(context.device)
+        ring = checked(context, lambda: cp.problem.ring(q, k, v, backward=True))
+        dq, dk, dv, dsink = measure(
+            ring,
+            "backward",
+            lambda r, o: backward(
+                r, q, k, v, out, lse, dout, scale=work.scale, sink=sink, observer=o
+            ),
+        )
+        tensors = Tensors(q, k, v, out, lse, dout, dq, dk, dv, dsink)
+
+    report = Report(measure.passes, list(dict.fromkeys(cp.explain())))
+    if options.check:
+        console.say(f"checking {options.check_rows} rows against fp64 over all keys ...")
+        checker = Checker(
+            peers,
+            work.mask,
+            shards,
+            tensors,
+            scale=work.scale,
+            sink=sink,
+            rows=options.check_rows,
+        )
+        report.verdicts = checker.run()
+    if options.output is not None:
+        save(options.output, work, shards, tensors, peers)
+    report.peak_bytes = int(peers.max(torch.tensor(float(peak_bytes(context.device)))).item())
+    return report
+
+
+class _Measure:
+    """Runs passes and keeps their numbers."""
+
+    def __init__(self, options: Options, work: Workload, peers: Peers, console: Console) -> None:
+        self.options, self.work, self.peers, self.console = options, work, peers, console
+        self.passes: dict[str, Pass] = {}
+
+    def __call__(self, ring: Ring, name: Direction, call: Callable[[Ring, Observer], T]) -> T:
+        """``call(ring, observer)`` --repeat times, the last result; then the transfers alone."""
+        work, peers, on_host = self.work, self.peers, ring.context.device.type == "cpu"
+        total = own_pairs(ring)
+        best, waited = float("inf"), 0.0
+        for attempt in range(self.options.repeat):
+            what = name if self.options.repeat == 1 else f"{name} {attempt + 1}"
+            progress = Progress(self.console, what, total)
+            # On a GPU calls return before they have computed; there is nothing to pace.
+            paced = replace(ring, kernel=Paced(ring.kernel, progress.add)) if on_host else ring
+            seconds, moving, result = self._timed(paced, call)
+            if seconds < best:
+                best, waited = seconds, moving
+            self.console.end_line()
+        alone = None
+        if on_host:
+            alone = 0.0
+            if peers.world > 1:
+                _, alone, _ = self._timed(replace(ring, kernel=Idle(ring.kernel)), call)
+        self.passes[name] = Pass(
+            seconds=best,
+            tokens_per_s=work.batch * work.seq_q / best,
+            tflop_per_s=work.flops(backward=name == "backward") / best / 1e12,
+            moved_bytes=int(self._sum(moved_bytes(ring, name))),
+            alone_s=alone,
+            waited_s=waited if on_host else None,
+        )
+        return result
+
+    def _timed(self, ring: Ring, call: Callable[[Ring, Observer], T]) -> tuple[float, float, T]:
+        """(seconds of the slowest rank, time in MOVING spans summed over ranks, result)."""
+        recorder = Recorder()
+        self.peers.barrier()
+        start = time.perf_counter()
+        result = call(ring, recorder)
+        if ring.context.device.type == "cuda":
+            torch.cuda.synchronize(ring.context.device)
+        seconds = time.perf_counter() - start
+        slowest = self.peers.max(torch.tensor(seconds, dtype=torch.float64)).item()
+        return slowest, self._sum(sum(recorder.seconds(kind) for kind in MOVING)), result
+
+    def _sum(self, x: float) -> float:
+        return self.peers.sum(torch.tensor(float(x), dtype=torch.float64)).item()
+
+
+def own_pairs(ring: Ring) -> int:
+    """Pairs that this rank computes, over batch rows and query heads."""
+    tasks = (task for step in ring.plan.steps(ring.rank) for task in step.tasks)
+    shared = ring.geometry.batch
+    return sum(t.area * (shared if t.batch is None else 1) for t in tasks) * ring.heads_q
+
+
+def moved_bytes(ring: Ring, direction: Direction) -> int:
+    """What this rank reads from others and returns to them, in one call."""
+    steps = ring.schedule(direction).steps
+    return sum(x.nbytes for step in steps for x in (step.receive, step.grad_out) if x is not None)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory this process has held: of the GPU if it computes there, else resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage's maximum may be that of the process that started this one
+        line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def save(path: str, work: Workload, shards: tuple[Any, Any], t: Tensors, peers: Peers) -> None:
+    """Every rank's rows into one safetensors file, which appears when it is complete."""
+    sides = {"out": 0, "lse": 0, "dq": 0, "dk": 1, "dv": 1}
+    results = {name: getattr(t, name) for name in sides}
+    whole: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name, x in results.items():
+        if x is not None:
+            shape = list(x.shape)
+            shape[2 if name == "lse" else 1] = shards[sides[name]].seq
+            whole[name] = x.dtype, tuple(shape)
+    if t.dsink is not None:
+        whole["dsink"] = t.dsink.dtype, tuple(t.dsink.shape)
+    partial = f"{path}.partial"
+    if peers.rank == 0:
+        create(partial, whole)
+    peers.barrier()
+    file = TensorFile(partial)
+    for name, x in results.items():
+        if x is not None:
+            shard = shards[sides[name]].shards[peers.rank]
+            file.write(name, shard, x.cpu(), dim=2 if name == "lse" else 1)
+    if t.dsink is not None and peers.rank == 0:
+        file.tensor("dsink", writable=True).copy_(t.dsink)
+    peers.barrier()
+    if peers.rank == 0:
+        os.replace(partial, path)

@@ -1,0 +1,126 @@
+"""How a run reads: the settings before it, the results after it, and both as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import torch
+
+from ringfa4.launch.checks import RMS_LIMIT, WORST_LIMIT
+from ringfa4.launch.options import Options
+from ringfa4.launch.runs import Report
+from ringfa4.launch.sizes import bytes_text, seconds_text, size_text
+from ringfa4.launch.workload import Workload
+
+TOLERANCE = (
+    f"tolerance: sigma from half an ulp of the dtype at each rounding (launch/checks.py);\n"
+    f"rms error <= {RMS_LIMIT:g} sigma (as SQNR: 'at least'), no element past "
+    f"{WORST_LIMIT:g} sigma ('allowed')"
+)
+
+
+def settings(
+    options: Options, work: Workload, device: str, world: int
+) -> list[tuple[str, str, str]]:
+    """(name, value, "default on cpu" or ""), everything a run depends on."""
+    usual = f"default on {device}"
+    from_file = "from --input" if options.input else ""
+
+    def told(value: object, otherwise: str = usual) -> str:
+        return "" if value is not None else from_file or otherwise
+
+    lengths = size_text(work.seq_q)
+    if work.seq_k != work.seq_q:
+        lengths += f" queries, {size_text(work.seq_k)} keys"
+    kind = "virtual ranks (threads)" if options.virtual_ranks else "rank(s)"
+    threads = torch.get_num_threads()
+    return [
+        ("device", f"{device}, {world} {kind}, {threads} thread(s) each", told(options.device, "")),
+        ("tokens", lengths, told(options.seq)),
+        ("batch", str(work.batch), told(options.batch)),
+        ("heads", f"{work.heads}", told(options.heads)),
+        ("K/V heads", f"{work.kv_heads}", told(options.kv_heads)),
+        ("head dim", f"{work.dk} (V: {work.dv})", told(options.head_dim)),
+        ("dtype", str(work.dtype).removeprefix("torch."), told(options.dtype)),
+        ("wire", options.wire or "as the dtype", "" if options.wire else usual),
+        ("mask", f"{work.mask.name}, {work.pairs // work.heads:,} pairs a head", ""),
+        ("sharding", options.sharding, ""),
+        ("seed", str(options.seed), ""),
+    ]
+
+
+def results(report: Report) -> list[tuple[str, ...]]:
+    """One row a pass."""
+    rows: list[tuple[str, ...]] = [
+        ("", "time", "tokens/s", "TFLOP/s", "moved", "alone", "waited", "hidden")
+    ]
+    for name, p in report.passes.items():
+        hidden = "-" if p.hidden is None else f"{100 * p.hidden:.0f}%"
+        alone, waited = (
+            "-" if s is None else seconds_text(s) if p.moved_bytes else "-"
+            for s in (p.alone_s, p.waited_s)
+        )
+        rows.append(
+            (
+                name,
+                seconds_text(p.seconds),
+                f"{p.tokens_per_s:,.0f}",
+                f"{p.tflop_per_s:.3g}",
+                bytes_text(p.moved_bytes),
+                alone,
+                waited,
+                hidden if p.moved_bytes else "-",
+            )
+        )
+    return rows
+
+
+def verdicts(report: Report) -> list[tuple[str, ...]]:
+    """One row a checked tensor."""
+    rows: list[tuple[str, ...]] = [
+        ("", "rows", "SQNR", "at least", "max error", "worst", "allowed", "at", "")
+    ]
+    for v in report.verdicts:
+        rows.append(
+            (
+                v.name,
+                str(v.rows),
+                f"{v.sqnr_db:.1f} dB",
+                f"{v.sqnr_least_db:.1f} dB",
+                f"{v.max_error:.2e}",
+                f"{v.worst_error:.2e}",
+                f"{v.worst_allowed:.2e}",
+                str(v.worst_position),
+                "ok" if v.passed else "FAILED",
+            )
+        )
+    return rows
+
+
+def json_text(
+    options: Options, work: Workload, device: str, world: int, command: str, report: Report
+) -> str:
+    """Everything above, for programs; what is not finite becomes null."""
+    body = {
+        "command": command,
+        "torch": torch.__version__,
+        "world": world,
+        "settings": {name: value for name, value, _ in settings(options, work, device, world)},
+        "pairs": work.pairs,
+        **report.as_json(),
+    }
+    return json.dumps(_finite(body), indent=2)
+
+
+def _finite(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {key: _finite(value) for key, value in x.items()}
+    if isinstance(x, list):
+        return [_finite(value) for value in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def peak(report: Report) -> str:
+    return f"peak memory of a process: {bytes_text(report.peak_bytes)}"
