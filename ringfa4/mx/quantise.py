@@ -98,8 +98,9 @@ def quantise(
     """``x`` (..., rows, cols), bf16, fp16 or fp32, any strides."""
     amax, finite = block_amax(x, shape)
     scales = scale_bytes(amax, rounding)
-    if not finite:
-        x = x.masked_fill(~torch.isfinite(x), torch.nan)
+    bad = None if finite else ~torch.isfinite(x)
+    if bad is not None:
+        x = x.masked_fill(bad, 0)
     inverse = _inverse(scales)
     if x.dtype == torch.bfloat16:
         # Exact in bf16 too: a power of two, and what underflows there rounds to 0 in E4M3.
@@ -108,6 +109,8 @@ def quantise(
     if rounding is ScaleRounding.FLOOR:
         scaled = scaled.clamp_(-E4M3.max, E4M3.max)  # versions of torch differ past 448
     payload = scaled.to(torch.float8_e4m3fn).view(torch.uint8).reshape(x.shape)
+    if bad is not None:
+        payload.masked_fill_(bad, E4M3.nan)
     return Quantised(payload, scales, shape)
 
 
