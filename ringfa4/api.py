@@ -56,6 +56,8 @@ class ContextParallel:
             from :func:`ringfa4.shard.uneven`.
         sharding_k: of the keys; None is as ``sharding``.
         wire: how K/V travel: None (the inputs' dtype as it is), "bf16", "mxfp8", ...
+        precondition: "none", or what makes Q and K easier to quantise and leaves attention as it
+            is: "hadamard" (outlier channels), "k-mean" (biased channels), "both".
         kernel, transport: a registered name, or "auto" (:meth:`explain` says what was taken and
         why). device: where the tensors are; by default the current CUDA device under NCCL, else the
         CPU. timeout_s: how long a rank waits for another one before it raises PeerError.
@@ -78,6 +80,7 @@ class ContextParallel:
         sharding_k: str | Sharding | None = None,
         wire: str | None = None,
         kernel: str = "auto",
+        precondition: str = "none",
         transport: str = "auto",
         device: torch.device | str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -99,10 +102,17 @@ class ContextParallel:
             k_side = build_sharding(
                 sharding if sharding_k is None else sharding_k, made, context.world, "k"
             )
-            return Problem(context, made, q_side, k_side, wire, kernel, observer)
+            return Problem(context, made, q_side, k_side, wire, kernel, precondition, observer)
 
         self.problem = ops.checked(context, build)
-        context.agree({"call": "ContextParallel", "plan": self.plan.digest.hex(), "wire": wire})
+        context.agree(
+            {
+                "call": "ContextParallel",
+                "plan": self.plan.digest.hex(),
+                "wire": wire,
+                "precondition": precondition,
+            }
+        )
         self._handle = ops.register(self.problem)
 
     @property

@@ -19,6 +19,7 @@ from ringfa4.kernels.choose import Choice, choose_kernel
 from ringfa4.kernels.interface import KernelSpec
 from ringfa4.mask import Mask
 from ringfa4.plan import Plan
+from ringfa4.precondition import Precondition
 from ringfa4.ring import Ring
 from ringfa4.shard import Sharding
 from ringfa4.trace import SILENT, Observer
@@ -38,6 +39,7 @@ class Problem:
     k_sharding: Sharding
     wire: str | None = None
     kernel: str = "auto"
+    precondition: str = "none"
     observer: Observer = SILENT
     _plans: dict[tuple[int, ...], Plan] = field(default_factory=dict, repr=False)
     _rings: dict[tuple[Geometry, int, bool], Ring] = field(default_factory=dict, repr=False)
@@ -46,6 +48,7 @@ class Problem:
     def __post_init__(self) -> None:
         if self.wire is not None:
             wire_format(self.wire, torch.bfloat16)  # unknown names are refused at once
+        Precondition.parse(self.precondition)
         if self.q_sharding.world != self.context.world:
             raise ValueError(
                 f"the sharding is for {self.q_sharding.world} ranks, "
@@ -87,7 +90,13 @@ class Problem:
             choice = choose_kernel(self.kernel, spec)
             self.choices.append(choice)
             self._rings[key] = Ring(
-                self.context, self.plan(wire), wire, choice.kernel, geometry, q.shape[2]
+                self.context,
+                self.plan(wire),
+                wire,
+                choice.kernel,
+                geometry,
+                q.shape[2],
+                Precondition.parse(self.precondition),
             )
         return self._rings[key]
 

@@ -27,6 +27,7 @@ from ringfa4.comm.interface import Exchange, Handle, Schedule
 from ringfa4.context import Context
 from ringfa4.kernels.interface import BlockKernel
 from ringfa4.plan import Plan, Step
+from ringfa4.precondition import NONE, Precondition, row_sums, shift
 from ringfa4.schedule import schedule
 from ringfa4.state import Grads, State
 from ringfa4.trace import SILENT, Observer
@@ -47,6 +48,7 @@ class Ring:
     kernel: BlockKernel
     geometry: Geometry
     heads_q: int
+    precondition: Precondition = NONE
 
     @property
     def rank(self) -> int:
@@ -67,6 +69,7 @@ class Ring:
             "v_head_dim": g.dv,
             "dtype": str(g.dtype),
             "wire": self.wire.name,
+            "precondition": self.precondition.name,
             "kernel": self.kernel.name,
             "plan": plan.digest.hex(),
         }
@@ -83,16 +86,18 @@ class Ring:
             )
         return self._schedules[direction]
 
-    def open(self, direction: Direction, call: Mapping[str, str | float | bool]) -> Exchange:
-        """Agree with the peers on ``about`` and ``call``, then begin the call. Collective."""
+    def agree(self, direction: Direction, call: Mapping[str, str | float | bool]) -> Schedule:
+        """Agree with the peers on ``about`` and ``call``; this rank's transfers. Collective."""
         own = self.schedule(direction)
         needs = self.context.agree(
             {"call": direction, **self.about, **call},
             values={"fetch_bytes": own.fetch_bytes, "grad_bytes": own.grad_bytes},
         )
-        largest = {name: max(rank[name] for rank in needs) for name in needs[0]}
-        with self.context.guard():
-            return self.context.transport.open(replace(own, **largest))
+        return replace(
+            own,
+            fetch_bytes=max(rank["fetch_bytes"] for rank in needs),
+            grad_bytes=max(rank["grad_bytes"] for rank in needs),
+        )
 
 
 def forward(
@@ -112,10 +117,12 @@ def forward(
     are taken as valid: :mod:`ringfa4.ops` checks them.
     """
     with observer.span("agree", 0):
-        exchange = ring.open("forward", {"scale": scale, "sink": sink is not None})
+        agreed = ring.agree("forward", {"scale": scale, "sink": sink is not None})
     with ring.context.guard():
-        _send_off(ring, exchange, k, v, "forward", observer)
-        queries = ring.kernel.prepare(q, ring.plan.q_sharding.shards[ring.rank])
+        exchange, mu = _send_off(ring, agreed, k, v, "forward", observer)
+        queries = ring.kernel.prepare(
+            ring.precondition.queries(q), ring.plan.q_sharding.shards[ring.rank]
+        )
         batch, seq, heads, _ = q.shape
         state = State(batch, seq, heads, v.shape[-1], device=q.device, dtype=sum_dtype(q.dtype))
         for step, records in _steps(ring, exchange, "forward", observer):
@@ -124,7 +131,7 @@ def forward(
                     ring.kernel.forward(queries, records, step.tasks, scale, state)
         exchange.finish()
         with observer.span("finish", 0):
-            return state.finalise(q.dtype, sink)
+            return state.finalise(q.dtype, sink, None if mu is None else shift(q, mu, scale))
 
 
 def backward(
@@ -148,11 +155,16 @@ def backward(
     for zero.
     """
     with observer.span("agree", 0):
-        exchange = ring.open("backward", {"scale": scale, "sink": sink is not None})
+        agreed = ring.agree("backward", {"scale": scale, "sink": sink is not None})
     with ring.context.guard():
-        _send_off(ring, exchange, k, v, "backward", observer)
+        exchange, mu = _send_off(ring, agreed, k, v, "backward", observer)
         queries = ring.kernel.prepare_backward(
-            q, ring.plan.q_sharding.shards[ring.rank], out, dout, lse, dlse
+            ring.precondition.queries(q),
+            ring.plan.q_sharding.shards[ring.rank],
+            out,
+            dout,
+            lse if mu is None else lse - shift(q, mu, scale),
+            dlse,
         )
         batch, seq, heads, dk_dim = q.shape
         grads = Grads(batch, seq, heads, dk_dim, device=q.device, dtype=sum_dtype(q.dtype))
@@ -176,9 +188,13 @@ def backward(
         own.add(exchange, ring.plan.world - 1, observer)
         exchange.finish()
         with observer.span("finish", 0):
+            sums = dsink = None
+            if sink is not None or mu is not None:
+                delta = row_delta(out, dout, dlse)
+                sums = row_sums(delta, lse, dlse, sink)
+                dsink = None if sink is None else _sink_gradient(ring, sink, lse, delta)
+            dq = ring.precondition.query_gradient(grads.finish(), mu, sums, scale).to(q.dtype)
             dk, dv = own.tensors(k.dtype)
-            dq = grads.finish().to(q.dtype)
-            dsink = None if sink is None else _sink_gradient(ring, sink, out, lse, dout, dlse)
     return dq, dk, dv, dsink
 
 
@@ -187,15 +203,30 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """delta (b, heads_q, sq) = rowsum(out * dout) - dlse, in the dtype of sums."""
+    dtype = sum_dtype(out.dtype)
+    delta = torch.einsum("bshd,bshd->bhs", out.to(dtype), dout.to(dtype))
+    return delta if dlse is None else delta - dlse
+
+
 def _send_off(
-    ring: Ring, exchange: Exchange, k: Tensor, v: Tensor, direction: Direction, observer: Observer
-) -> None:
-    """Encode the own K/V once, into the outbox, and let the peers read it."""
+    ring: Ring, agreed: Schedule, k: Tensor, v: Tensor, direction: Direction, observer: Observer
+) -> tuple[Exchange, Tensor | None]:
+    """Encode the own K/V once, into the outbox, and let the peers read it; also the keys' mean.
+
+    The mean (b, heads_kv, dk), None unless the precondition takes it off, is the same on all ranks
+    and in both directions: it is summed in rank order.
+    """
     with observer.span("encode", 0):
+        mu = ring.precondition.mean(k, lambda local: sum_over_ranks(ring.context, local))
+        exchange = ring.context.transport.open(agreed)
         shard = ring.plan.k_sharding.shards[ring.rank]
-        ring.wire.encode(k, v, shard, exchange.outbox(), direction)
+        keys = ring.precondition.keys(k, mu)
+        ring.wire.encode(keys, v, shard, exchange.outbox(), direction)
     with observer.span("publish", 0):
         exchange.publish()
+    return exchange, mu
 
 
 def _steps(
@@ -265,24 +296,15 @@ class _OwnGradients:
         )
         for c, chunk in enumerate(shard.chunks):
             local = slice(shard.offsets[c], shard.offsets[c] + chunk.count)
-            for tensor, value in zip(
-                (dk, dv), self.sums.keys_values(c, 0, chunk.count), strict=True
-            ):
-                tensor[:, local] = value
+            keys, values = self.sums.keys_values(c, 0, chunk.count)
+            dk[:, local] = self.ring.precondition.key_gradient(keys)
+            dv[:, local] = values
         return dk, dv
 
 
-def _sink_gradient(
-    ring: Ring, sink: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> Tensor:
-    """dsink = -sum over (b, rows) of exp(sink - lse) * delta, delta = rowsum(out * dout) - dlse;
-    summed over ranks.
-    """
-    dtype = sum_dtype(out.dtype)
-    delta = torch.einsum("bshd,bshd->bhs", out.to(dtype), dout.to(dtype))
-    if dlse is not None:
-        delta = delta - dlse
-    local = -(torch.exp(sink.to(dtype).view(1, -1, 1) - lse) * delta).sum((0, 2))
+def _sink_gradient(ring: Ring, sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """dsink = -sum over (b, rows) of exp(sink - lse) * delta; summed over ranks."""
+    local = -(torch.exp(sink.to(delta.dtype).view(1, -1, 1) - lse) * delta).sum((0, 2))
     return sum_over_ranks(ring.context, local).to(sink.dtype)
 
 
