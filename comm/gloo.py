@@ -40,10 +40,14 @@ ABORT_TAG = 2**31 - 1
 
 
 class Posted:
-    """Operations under way, each with its peer. Holds the tensors: gloo reads and writes them."""
+    """Operations under way, each with its peer. Holds the tensors: gloo reads and writes them.
+
+    ``refused``: peer and reason of the first operation that could not start.
+    """
 
     def __init__(self) -> None:
         self.works: list[tuple[dist.Work, int, Tensor]] = []
+        self.refused: tuple[int, str] | None = None
 
     def drop(self) -> None:
         self.works.clear()
@@ -67,7 +71,7 @@ class _Job:
                 left = max(deadline - time.monotonic(), 0.001)
                 work.wait(timedelta(seconds=left))
         except RuntimeError as error:
-            self.error = str(error).partition("\n")[0]
+            self.error = str(error)
         self.done.set()
 
 
@@ -97,10 +101,25 @@ class GlooLink:
         self._thread: threading.Thread | None = None
 
     def send(self, posted: Posted, tensor: Tensor, peer: int, tag: int) -> None:
-        posted.works.append((self._gloo.send([tensor], peer, tag), peer, tensor))
+        """Start sending; what goes wrong is for :meth:`settle` to say."""
+        self._start(self._gloo.send, posted, tensor, peer, tag)
 
     def receive(self, posted: Posted, tensor: Tensor, peer: int, tag: int) -> None:
-        posted.works.append((self._gloo.recv([tensor], peer, tag), peer, tensor))
+        """Start receiving; what goes wrong is for :meth:`settle` to say."""
+        self._start(self._gloo.recv, posted, tensor, peer, tag)
+
+    @staticmethod
+    def _start(
+        operation: Callable[[list[Tensor], int, int], dist.Work],
+        posted: Posted,
+        tensor: Tensor,
+        peer: int,
+        tag: int,
+    ) -> None:
+        try:
+            posted.works.append((operation([tensor], peer, tag), peer, tensor))
+        except RuntimeError as error:  # the connection broke earlier
+            posted.refused = posted.refused or (peer, str(error))
 
     def settle(
         self,
@@ -113,6 +132,9 @@ class GlooLink:
 
         Raises PeerError when a peer reported a failure, is gone, or late by ``timeout_s`` from now.
         """
+        if posted.refused is not None:
+            posted.drop()
+            raise _broken(*posted.refused, failure, step)
         if not posted.works:
             return
         job = self._submit(posted)
@@ -123,15 +145,9 @@ class GlooLink:
         posted.drop()
         if job.error is None:
             return
-        if "Timed out" in job.error:
-            failed = failure()
-            reason = f"no {what} within {self.timeout_s:g} s"
-        else:
-            failed = _reason(failure)
-            reason = f"connection lost ({job.error})"
-        if failed is not None:
-            raise PeerError(failed[1], rank=failed[0], step=step)
-        raise PeerError(reason, rank=job.peer, step=step)
+        if "Timed out" not in job.error:
+            raise _broken(job.peer, job.error, failure, step)
+        raise PeerError(f"no {what} within {self.timeout_s:g} s", rank=job.peer, step=step)
 
     def _submit(self, posted: Posted) -> _Job:
         if self._thread is None:
@@ -166,9 +182,18 @@ class GlooLink:
             self._thread = None
 
 
-def _reason(failure: Callable[[], tuple[int, str] | None]) -> tuple[int, str] | None:
-    """What a peer reported, waiting a little for it."""
+def _broken(
+    peer: int, error: str, failure: Callable[[], tuple[int, str] | None], step: int | None
+) -> PeerError:
+    """What a broken connection to ``peer`` means: what was reported, or else that it is gone."""
     deadline = time.monotonic() + GRACE_S
     while (failed := failure()) is None and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    return failed
+    if failed is not None:
+        return PeerError(failed[1], rank=failed[0], step=step)
+    return PeerError(f"connection lost ({_brief(error)})", rank=peer, step=step)
+
+
+def _brief(error: str) -> str:
+    """gloo's message without its source position and advice."""
+    return error.partition("] ")[2].partition(". This is")[0] or error

@@ -214,7 +214,7 @@ class TorchP2PTransport(Transport):
         parts = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]
         parts[self.rank].copy_(local)
         others = [(self.rank + hop) % self.world for hop in range(1, self.world)]
-        sent, received = self.post(
+        sent, received = self.mover.post(
             [(peer, parts[self.rank]) for peer in others if sizes[self.rank]],
             [(peer, parts[peer]) for peer in others if sizes[peer]],
             _tag(self._next_call(), 0, False),
@@ -222,19 +222,6 @@ class TorchP2PTransport(Transport):
         self.settle(received, "data of all_gather")
         self.settle(sent, "reader of all_gather")
         return parts
-
-    def post(
-        self, sends: Sequence[Operation], receives: Sequence[Operation], tag: int
-    ) -> tuple[Posted, Posted]:
-        try:
-            return self.mover.post(sends, receives, tag)
-        except RuntimeError as error:  # gloo refuses to start on a connection that broke meanwhile
-            failed = self.control.failure()
-            self._broken = str(error)
-            if failed is not None:
-                raise PeerError(failed[1], rank=failed[0]) from error
-            peers = sorted({peer for peer, _ in (*sends, *receives)})
-            raise PeerError(f"connection lost to one of ranks {peers} ({error})") from error
 
     def settle(self, posted: Posted, what: str, step: int | None = None) -> None:
         """Wait for ``posted``; an error breaks this transport."""
@@ -300,7 +287,7 @@ class _P2PExchange(Exchange):
             view = self.transport.fetched.take(step, transfers.receive.nbytes)
             parts = view.split([nbytes for _, nbytes in transfers.receive.spans])
             receives = [(transfers.receive.peer, part) for part in parts]
-        sent, received = self.transport.post(sends, receives, _tag(self.call, step, False))
+        sent, received = self.transport.mover.post(sends, receives, _tag(self.call, step, False))
         self._sent.append((step, sent))
         return _P2PHandle(self.transport, received, view, step)
 
@@ -321,7 +308,7 @@ class _P2PExchange(Exchange):
         if coming is not None:
             assert self._released >= coming.index - 1, f"contribution {coming.index - 2} not taken"
             receives = [(coming.peer, self.transport.inbox.take(coming.index, coming.nbytes))]
-        sent, received = self.transport.post(sends, receives, _tag(self.call, step, True))
+        sent, received = self.transport.mover.post(sends, receives, _tag(self.call, step, True))
         if sends:
             self._slots[self._contributed % 2] = sent
             self._contributed += 1

@@ -485,5 +485,6 @@ class TransportContract:
         for rank, ending in enumerate(endings):
             assert ending.error in ("PeerError", "ContextBrokenError"), (rank, ending)
         accused = [e.message for r, e in enumerate(endings) if r != 1]
-        assert all("rank 1" in message for message in accused), accused
-        assert any(f"within {self.late_s:g} s" in message for message in accused), accused
+        # Who waits for a rank that waits for rank 1 may run out of patience at the same moment.
+        named = [m for m in accused if "rank 1: no " in m and f"within {self.late_s:g} s" in m]
+        assert named, accused

@@ -5,9 +5,9 @@
 
 The function runs in every rank, inside an initialised default group (gloo), with one thread; it
 takes the keyword arguments and may return anything that pickles (tensors too). Name it by module as
-the tests import it: ``tests`` is on the path, so this file is ``distributed.pool``. The first use
-of a world costs the start of its processes (2-4 s each, side by side); worlds up to 3 are then kept
-until the session ends.
+the tests import it: ``tests`` is on the path, so this file is ``distributed.pool``. Processes fork
+from a server in which torch is already loaded: the first pool costs one import of torch, a pool of
+another world a fraction of a second. Pools are kept, idle, until the session ends.
 
 ``run`` raises :class:`RanksFailed` with every rank's traceback when one fails. ``outcomes`` is for
 tests that expect failures: it returns an :class:`Outcome` a rank, with the error's type and message
@@ -25,6 +25,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import multiprocessing
+import multiprocessing.context
 import os
 import pickle
 import signal
@@ -35,12 +36,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from importlib import import_module
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-KEPT_WORLDS = 3
 START_S = 60.0
 
 
@@ -77,12 +79,12 @@ class Pool:
         self.world = world
         self._logs = tempfile.TemporaryDirectory(prefix="ringfa4-pool-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        spawn = multiprocessing.get_context("spawn")
+        context = _forkserver()
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(world):
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(
+            ours, theirs = context.Pipe()
+            process = context.Process(
                 target=_serve,
                 args=(theirs, rank, world, self._store.port, str(self._log(rank))),
                 daemon=True,
@@ -174,6 +176,28 @@ class Pool:
 _kept: dict[int, Pool] = {}
 
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
+"""OpenMP reads these when torch is loaded; threads that spin would take the other ranks' cores."""
+
+
+@cache
+def _forkserver() -> multiprocessing.context.ForkServerContext:
+    """Processes that begin with torch imported: it is loaded once, in the server they fork from."""
+    before = {name: os.environ.get(name) for name in ONE_THREAD}
+    os.environ.update(ONE_THREAD)
+    try:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed"])
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return context
+
+
 @contextmanager
 def gloo_pool(world: int) -> Iterator[Pool]:
     """The session's pool of ``world`` processes; see the module."""
@@ -181,7 +205,7 @@ def gloo_pool(world: int) -> Iterator[Pool]:
     try:
         yield pool
     finally:
-        if pool.alive and world <= KEPT_WORLDS:
+        if pool.alive:
             _kept[world] = pool
         else:
             pool.close()
@@ -196,10 +220,6 @@ def close_pools() -> None:
 
 def _serve(connection: Connection, rank: int, world: int, port: int, log: str) -> None:
     """Main of one process: run what comes through ``connection`` until the parent goes away."""
-    # Before torch is imported: its OpenMP threads would spin on the cores the other ranks need.
-    os.environ.update(
-        OMP_NUM_THREADS="1", GOMP_SPINCOUNT="0", RANK=str(rank), WORLD_SIZE=str(world)
-    )
     with open(log, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         import torch

@@ -1,0 +1,148 @@
+"""What ranks run in tests/distributed/test_p2p.py: the contract's bodies, over the group of a
+pool process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transport_contract as contract
+
+from ringfa4.comm.interface import Control, Transport
+from ringfa4.comm.registry import open_transport
+
+CPU = torch.device("cpu")
+
+
+def opened(timeout_s: float, group: dist.ProcessGroup | None = None) -> tuple[Transport, Control]:
+    return open_transport("torch_p2p", group or dist.group.WORLD, CPU, timeout_s)
+
+
+def run_body(body: str, timeout_s: float, kwargs: dict[str, Any]) -> Any:
+    """A body of the contract on a fresh transport."""
+    transport, control = opened(timeout_s)
+    result = getattr(contract, body)(transport.rank, transport, control, **kwargs)
+    transport.close()
+    control.close()
+    return result
+
+
+def run_reopened(body: str, times: int, kwargs: dict[str, Any]) -> list[tuple[int, int]]:
+    """(threads, open files) after every cycle."""
+    seen = []
+    for _ in range(times):
+        run_body(body, contract.LONG_S, kwargs)
+        dist.barrier()
+        seen.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
+    return seen
+
+
+def first_operation_of_a_sub_group() -> list[int]:
+    """Ranks 0 and 2, and nobody else: group ranks are not global ranks."""
+    ranks = [0, 2]
+    group = dist.new_group(ranks)
+    if dist.get_rank() not in ranks:
+        return []
+    transport, control = opened(contract.LONG_S, group)
+    contract.random_calls(transport.rank, transport, control, seed=3, calls=6, drift_s=0.0)
+    said = [int(m) for m in control.gather(str(dist.get_rank()).encode())]
+    transport.close()
+    control.close()
+    return said
+
+
+def not_a_member() -> str:
+    """The message with which a process outside the group is refused."""
+    group = dist.new_group([0])
+    try:
+        transport, control = opened(contract.LONG_S, group)
+    except ValueError as error:
+        return str(error)
+    transport.close()
+    control.close()
+    return "opened"
+
+
+def beside_traffic_of_the_caller() -> int:
+    """The caller's own messages on the group, with any tag, neither disturb nor are disturbed."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    transport, control = opened(contract.LONG_S)
+    peer = (rank + 1) % world
+    inbound = torch.zeros(8)
+    works = [
+        dist.irecv(inbound, (rank - 1) % world, tag=0),
+        dist.isend(torch.full((8,), float(rank)), peer, tag=0),
+    ]
+    contract.random_calls(rank, transport, control, seed=8, calls=5, drift_s=0.0)
+    for work in works:
+        work.wait()
+    assert inbound.tolist() == [float((rank - 1) % world)] * 8
+    transport.close()
+    control.close()
+    return rank
+
+
+def killed(culprit: int, where: str) -> float:
+    """``culprit`` dies by SIGKILL; the others get an error. The returned seconds never come."""
+    transport, control = opened(contract.LONG_S)
+    rank, world = transport.rank, transport.world
+    plans = contract.full(world, 1 << 20, backward=True)
+    try:
+        contract.make_call(transport, control, plans, 0)
+        if rank == culprit and where == "gather":
+            os.kill(os.getpid(), signal.SIGKILL)
+        control.gather(b"header")
+        exchange = transport.open(plans[rank])
+        exchange.publish()
+        handle = exchange.fetch(1)
+        if rank == culprit and where == "mid-call":
+            os.kill(os.getpid(), signal.SIGKILL)
+        for t in range(1, world):
+            handle.wait()
+            handle = exchange.fetch(t + 1) if t + 1 < world else handle
+            exchange.grad_slot(t)
+            exchange.send_grads(t)
+            for contribution in exchange.contributions(t):
+                contribution.release()
+        exchange.finish()
+        control.gather(b"next call")
+    except Exception as error:
+        control.report(f"{type(error).__name__}: {error}")
+        transport.abort(str(error))
+        raise
+    raise AssertionError("nobody noticed")
+
+
+def left_thread_after(body: str, timeout_s: float, kwargs: dict[str, Any]) -> list[str]:
+    """Threads of links still alive a moment after a failure."""
+    try:
+        run_body(body, timeout_s, kwargs)
+    except Exception:
+        time.sleep(0.2)
+    return [t.name for t in threading.enumerate() if "link" in t.name]
+
+
+def missing_at_start(timeout_s: float, culprit: int) -> str:
+    """``culprit`` never opens a transport; the message the others get."""
+    if dist.get_rank() == culprit:
+        return ""
+    try:
+        opened(timeout_s)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "opened"
+
+
+def stuck() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(60)
+
+
+def fails_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise KeyError("deliberate")
