@@ -1,22 +1,22 @@
 """The CPU kernel: PyTorch's flash attention for CPUs, called piece by piece.
 
     forward:   (out, lse) of a piece from one native call; the state merges them
-    backward:  the native backward with the merged (out, lse); it computes delta = rowsum(out * dout) itself
+    backward:  the native backward with the merged (out, lse), delta = rowsum(out * dout) inside
 
-Bands become pieces (:mod:`ringfa4.kernels.pieces`): rectangles and top-left-causal boxes need no mask, and a masked piece has
-at most 256 rows. K and V are strided views into the records: neither expanded for GQA, nor cast.
+Bands become pieces (:mod:`ringfa4.kernels.pieces`): rectangles and top-left-causal boxes need no
+mask, and a masked piece has at most 256 rows. K and V are strided views into the records, neither
+expanded for GQA nor cast. What the native call does not do, and what is done about it:
 
-What the native call does not do, and what is done about it:
-
-- one head dimension for all operands: the smaller of dk and dv is padded with zeros, a piece at a time for K and V;
-- no gradient into lse: columns are added to out, dout and V so that out . dout gains -dlse exactly (:func:`_factors`);
+- one head dimension for all operands: narrower ones are padded with zeros, K and V piecewise;
+- no gradient into lse: columns added to out, dout and V lower out . dout by dlse
+  (:func:`_factors`);
 - GQA in backward: one call for each query head of a group, as strided slices, summed in fp32;
-- a row without keys gives lse 0 instead of -inf, and no keys at all crash the process: pieces have neither;
-- lse = -inf in backward gives NaN: +inf is passed, so P = 0;
-- a masked pair multiplies what it masks by 0, which lets NaN through: keys that are not finite in a piece that is no rectangle, and
-  (in backward) rows that are not finite anywhere, are computed as zeros, and NaN is put where it belongs afterwards. Inf counts as NaN there.
+- a row without keys gives lse 0, not -inf; no keys at all crash the process: pieces have neither;
+- lse = -inf in backward gives NaN: such rows enter as zeros with lse = +inf, so P = 0;
+- NaN leaks through masked pairs: where it may have, :mod:`ringfa4.kernels.nonfinite` isolates it,
+  a whole token at a time, and inf like NaN.
 
-Left out: fp64 (the reference kernel's), softcap, dropout.
+Native tensors are (b, h, s, d), as views. Left out: fp64 (see reference), softcap, dropout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from ringfa4.kernels.interface import BlockKernel, KernelSpec, Queries
-from ringfa4.kernels.pieces import is_causal, is_masked, pieces
+from ringfa4.kernels.nonfinite import (
+    all_finite,
+    broken,
+    seen_by_keys,
+    seen_by_queries,
+    spoil,
+    zeroed,
+)
+from ringfa4.kernels.pieces import is_causal, is_full, is_masked, pieces
 from ringfa4.mask import Band
 from ringfa4.plan import Task
 from ringfa4.shard import Shard
@@ -43,20 +51,30 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class CpuQueries(Queries):
-    """q, out, dout (b, s, heads_q, width), padded with zeros to one width; lse (b, heads_q, s).
+    """``native``: q (b, heads_q, s, width), and in backward out and dout alike; width >= dk."""
 
-    In backward, rows that must not reach the native call are zeros with lse = +inf, and
-    ``spoilt`` says what they spoil: None, or flags (b, heads_q, s) for dQ and dK, and for dV.
+    def __init__(self, q: Tensor, shard: Shard, *native: Tensor) -> None:
+        super().__init__(q, shard)
+        self.width = max(x.shape[-1] for x in native)
+        self.native = tuple(_padded(x, self.width) for x in native)
+
+
+class CpuBackward(CpuQueries):
+    """``lse`` (b, heads_q, s) is +inf in rows that must not contribute: zeros in ``native``.
+
+    ``spoilt``: None, or two flags (b, heads_q, s): rows that make NaN of their dQ and of the dK of
+    the keys they see, and rows that make NaN of the dV of those keys.
     """
 
-    out: Tensor
-    dout: Tensor
     lse: Tensor
     spoilt: tuple[Tensor, Tensor] | None
 
-    def __init__(self, q: Tensor, shard: Shard, width: int) -> None:
-        super().__init__(_padded(q, width), shard)
-        self.dk, self.width = q.shape[-1], width
+    def spoilt_rows(self, batch: slice, rows: slice) -> tuple[Tensor, Tensor]:
+        """``spoilt`` for some rows, nothing flagged where it is None."""
+        if self.spoilt is None:
+            none = torch.zeros_like(self.lse[batch, :, rows], dtype=torch.bool)
+            return none, none
+        return self.spoilt[0][batch, :, rows], self.spoilt[1][batch, :, rows]
 
 
 class CpuKernel(BlockKernel):
@@ -74,29 +92,19 @@ class CpuKernel(BlockKernel):
         return None
 
     def prepare(self, q: Tensor, shard: Shard) -> CpuQueries:
-        return CpuQueries(q, shard, q.shape[-1])
+        return CpuQueries(q, shard, q.transpose(1, 2))
 
     def prepare_backward(
         self, q: Tensor, shard: Shard, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None
-    ) -> CpuQueries:
-        finite_p = _finite(q) & _finite(dout) & (lse < torch.inf)  # NaN < inf is false
-        finite = finite_p & _finite(out)
+    ) -> CpuBackward:
+        native = [x.to(q.dtype).transpose(1, 2) for x in (q, out, dout)]
+        spoilt = None
+        if not all_finite(*native, lse, *([] if dlse is None else [dlse])):
+            native, lse, dlse, spoilt = _silenced(native, lse, dlse)
         if dlse is not None:
-            finite &= torch.isfinite(dlse)
-        dead = lse == -torch.inf  # nothing depends on such a row, whatever it holds
-        if bool((dead | ~finite).any()):
-            unused_p, unused = dead | ~finite_p, dead | ~finite
-            q, dout, out = _zeroed(q, unused_p), _zeroed(dout, unused_p), _zeroed(out, unused)
-            lse = lse.masked_fill(unused_p, torch.inf)
-            dlse = None if dlse is None else dlse.masked_fill(unused, 0)
-        spoilt = None if bool((dead | finite).all()) else (~(dead | finite), ~(dead | finite_p))
-
-        out, dout = out.to(q.dtype), dout.to(q.dtype)
-        if dlse is not None:
-            left, right = _factors(dlse.transpose(1, 2), q.dtype)
-            out, dout = torch.cat([out, left.neg()], -1), torch.cat([dout, right], -1)
-        queries = CpuQueries(q, shard, max(q.shape[-1], out.shape[-1]))
-        queries.out, queries.dout = _padded(out, queries.width), _padded(dout, queries.width)
+            minus, factor = _factors(dlse, q.dtype)
+            native[1:] = torch.cat([native[1], -minus], -1), torch.cat([native[2], factor], -1)
+        queries = CpuBackward(q, shard, *native)
         queries.lse, queries.spoilt = lse, spoilt
         return queries
 
@@ -110,16 +118,14 @@ class CpuKernel(BlockKernel):
     ) -> None:
         assert isinstance(queries, CpuQueries)
         dv = shard.geometry.dv
-        width = max(queries.dk, dv)
+        width = max(queries.width, dv)
         for task, piece, batch, rows in _calls(queries, tasks):
-            q = _padded(queries.q[batch, rows], width).transpose(1, 2)
-            k, v, bad = _keys_values(shard, task, piece, width)
-            out, lse = _forward(q, k, v, 0.0, is_causal(piece), attn_mask=_mask(piece), scale=scale)
-            if bad is not None:
-                seen_k, seen_v = (_seen_by_queries(piece, flags, q.shape[1]) for flags in bad)
-                lse = lse.masked_fill(seen_k, torch.nan)
-                out = out.masked_fill((seen_k | seen_v).unsqueeze(-1), torch.nan)
-            state.merge(task.batch, rows, out.transpose(1, 2)[..., :dv], lse)
+            q = _padded(queries.native[0][batch, :, rows], width)
+            k, v = _keys_values(shard, task, piece, width)
+            out, lse = _attend(piece, scale, q, k, v)
+            if not is_full(piece) and not all_finite(out):
+                out, lse = _attend_isolated(piece, scale, q, k, v)
+            state.merge(task.batch, rows, out[..., :dv].transpose(1, 2), lse)
 
     def backward(
         self,
@@ -129,66 +135,100 @@ class CpuKernel(BlockKernel):
         scale: float,
         grads: Grads,
     ) -> None:
-        assert isinstance(queries, CpuQueries)
+        assert isinstance(queries, CpuBackward)
+        widths = queries.q.shape[-1], shard.geometry.dk, shard.geometry.dv
         for task, piece, batch, rows in _calls(queries, tasks):
-            q, out, dout = (
-                x[batch, rows].transpose(1, 2) for x in (queries.q, queries.out, queries.dout)
-            )
+            q, out, dout = (x[batch, :, rows] for x in queries.native)
             lse = queries.lse[batch, :, rows]
-            k, v, bad = _keys_values(shard, task, piece, queries.width)
-            group = q.shape[1] // k.shape[1]
-            dq = torch.empty_like(q)
-            dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
-            for member in range(group):
-                of = slice(member, None, group)
-                dq[:, of], dk_part, dv_part = _backward(
-                    dout[:, of], q[:, of], k, v, out[:, of], lse[:, of], 0.0, is_causal(piece),
-                    attn_mask=_mask(piece), scale=scale,
-                )  # fmt: skip
-                dk += dk_part
-                dv += dv_part
-            if bad is not None or queries.spoilt is not None:
-                _spoil(piece, queries, batch, rows, bad, dq, dk, dv)
-            grads.add_dq(task.batch, rows, dq.transpose(1, 2)[..., : queries.dk])
-            grads.add_dkv(
-                task.batch,
-                task.k_chunk,
-                piece.k0,
-                piece.k1,
-                dk.transpose(1, 2)[..., : queries.dk],
-                dv.transpose(1, 2)[..., : shard.geometry.dv],
+            k, v = _keys_values(shard, task, piece, queries.width)
+            results = _differentiate(piece, scale, q, k, v, out, dout, lse)
+            leaked = not is_full(piece) and not all_finite(results[0])
+            if leaked or queries.spoilt is not None:
+                results = _differentiate_isolated(
+                    piece, scale, q, k, v, out, dout, lse, queries.spoilt_rows(batch, rows)
+                )
+            dq, dk, dv = (
+                x[..., :width].transpose(1, 2) for x, width in zip(results, widths, strict=True)
             )
+            grads.add_dq(task.batch, rows, dq)
+            grads.add_dkv(task.batch, task.k_chunk, piece.k0, piece.k1, dk, dv)
+
+
+def _batch(task: Task) -> slice:
+    return slice(None) if task.batch is None else slice(task.batch, task.batch + 1)
 
 
 def _calls(queries: Queries, tasks: Sequence[Task]) -> Iterator[tuple[Task, Band, slice, slice]]:
     """(task, piece, its batch rows, its rows of the local tensors), in list order."""
     for task in tasks:
-        batch = slice(None) if task.batch is None else slice(task.batch, task.batch + 1)
         for band in task.bands:
             for piece in pieces(band):
-                yield task, piece, batch, queries.rows(task.q_chunk, piece.q0, piece.q1)
+                rows = queries.rows(task.q_chunk, piece.q0, piece.q1)
+                yield task, piece, _batch(task), rows
 
 
-def _keys_values(
-    shard: EncodedShard, task: Task, piece: Band, width: int
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """K, V (b', heads_kv, m, width) of a piece, and the keys (b', heads_kv, m) whose K or V was not finite.
+def _keys_values(shard: EncodedShard, task: Task, piece: Band, width: int) -> tuple[Tensor, Tensor]:
+    """K and V (b', heads_kv, m, width) of a piece."""
+    k, v = shard.keys_values(task.k_chunk, piece.k0, piece.k1)
+    batch = _batch(task)
+    return (
+        _padded(k[batch].transpose(1, 2), width),
+        _padded(v[batch].transpose(1, 2), width),
+    )
 
-    Such keys are zeroed and told only when the piece masks pairs; None otherwise, and when all are finite.
-    """
-    batch = slice(None) if task.batch is None else slice(task.batch, task.batch + 1)
-    k, v = (x[batch] for x in shard.keys_values(task.k_chunk, piece.k0, piece.k1))
-    bad = None
-    masks = piece.lo is not None or piece.hi is not None
-    if masks and not bool(torch.isfinite(k.sum() + v.sum())):  # one pass, no temporary
-        bad = (~_finite(k), ~_finite(v))
-        k, v = _zeroed(k, bad[0]), _zeroed(v, bad[1])
-    return _padded(k, width).transpose(1, 2), _padded(v, width).transpose(1, 2), bad
+
+# ---- one piece, one native call (a group of them in backward) -----------------------------------
+
+
+def _attend(piece: Band, scale: float, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out (b, heads_q, n, width) and lse (b, heads_q, n)."""
+    out, lse = _forward(q, k, v, 0.0, is_causal(piece), attn_mask=_mask(piece), scale=scale)
+    return out, lse
+
+
+def _differentiate(
+    piece: Band,
+    scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ (b, heads_q, n, width), dK and dV (b, heads_kv, m, width)."""
+    group = q.shape[1] // k.shape[1]
+    members = [slice(member, None, group) for member in range(group)]
+
+    def one(of: slice) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = _backward(
+            dout[:, of],
+            q[:, of],
+            k,
+            v,
+            out[:, of],
+            lse[:, of],
+            0.0,
+            is_causal(piece),
+            attn_mask=_mask(piece),
+            scale=scale,
+        )
+        return dq, dk, dv
+
+    if group == 1:
+        return one(members[0])
+    dq = torch.empty_like(q)
+    dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
+    for of in members:
+        dq[:, of], dk_part, dv_part = one(of)
+        dk += dk_part
+        dv += dv_part
+    return dq, dk, dv
 
 
 @lru_cache(maxsize=16)
 def _box_mask(rows: int, keys: int, lo: int | None, hi: int | None) -> Tensor:
-    """fp32 (rows, keys): 0 where lo <= b - a <= hi, else -inf. The interior tiles of a window share one."""
+    """fp32 (rows, keys): 0 where lo <= b - a <= hi, else -inf. A window's inner tiles share one."""
     difference = torch.arange(keys) - torch.arange(rows).unsqueeze(1)
     outside = torch.zeros(rows, keys, dtype=torch.bool)
     if lo is not None:
@@ -206,97 +246,87 @@ def _mask(piece: Band) -> Tensor | None:
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    """(..., width): zeros after what x has; x itself when it is wide enough and its last stride is 1."""
+    """(..., width) with zeros at the end and last stride 1; ``x`` itself when it is so already."""
     if x.shape[-1] < width:
         return functional.pad(x, (0, width - x.shape[-1]))
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _finite(x: Tensor) -> Tensor:
-    """(b, s, h, d) -> (b, h, s): all of a token's head is finite."""
-    return torch.isfinite(x).all(-1).transpose(1, 2)
-
-
-def _zeroed(x: Tensor, where: Tensor) -> Tensor:
-    """x (b, s, h, d) with zeros where (b, h, s) says so."""
-    return x.masked_fill(where.transpose(1, 2).unsqueeze(-1), 0)
-
-
 def _factors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two (..., n) in ``dtype`` with sum(left * right, -1) = x, exactly: n = 1 in fp32, else 3.
+    """Two (..., n) in ``dtype`` with sum(left * right, -1) = x exactly; n = 1 in fp32, else 3.
 
-    x is fp32. Three significands of 8 (bf16) or 11 bits hold its 24; each part is a significand times a power of two, and
-    the power is shared between both factors, so that fp16 reaches from 2^-26 to 2^30.
+    Three significands of 8 (bf16) or 11 (fp16) bits hold the 24 of fp32. Each part is a significand
+    times a power of two, which both factors share evenly: so fp16 reaches from 2^-26 to 2^30.
     """
     left, right, rest = [], [], x.to(torch.float32)
     for _ in range(1 if dtype == torch.float32 else 3):
-        significand, exponent = torch.frexp(rest)
-        significand = significand.to(dtype)
+        fraction, exponent = torch.frexp(rest)
+        fraction = fraction.to(dtype).to(torch.float32)
         half = torch.div(exponent, 2, rounding_mode="floor")
         left.append(torch.ldexp(torch.ones_like(rest), half).to(dtype))
-        right.append(torch.ldexp(significand.to(torch.float32), exponent - half).to(dtype))
-        rest = rest - torch.ldexp(significand.to(torch.float32), exponent)
+        right.append(torch.ldexp(fraction, exponent - half).to(dtype))
+        rest = rest - torch.ldexp(fraction, exponent)
     return torch.stack(left, -1), torch.stack(right, -1)
 
 
-# ---- what depends on values that are not finite -------------------------------------------------
+# ---- the same when something is not finite ------------------------------------------------------
 
 
-def _any_between(flags: Tensor, start: Tensor, stop: Tensor) -> Tensor:
-    """(..., n): whether any of flags (..., m) in [start, stop) (n,) is set."""
-    count = functional.pad(flags.cumsum(-1), (1, 0))
-    return count[..., stop] > count[..., start]
+def _attend_isolated(
+    piece: Band, scale: float, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As :func:`_attend`, where only queries that see a broken key or value get NaN."""
+    bad_k, bad_v = broken(k), broken(v)
+    out, lse = _attend(piece, scale, q, zeroed(k, bad_k), zeroed(v, bad_v))
+    spoilt_k, spoilt_v = (seen_by_queries(piece, x, q.shape[1]) for x in (bad_k, bad_v))
+    return spoil(out, spoilt_k | spoilt_v), lse.masked_fill(spoilt_k, torch.nan)
 
 
-def _seen(piece: Band, flags: Tensor) -> Tensor:
-    """flags (b, h, m) of the piece's keys -> (b, h, n): its queries that see a flagged key."""
-    box = piece.shifted(-piece.q0, -piece.k0)
-    a = torch.arange(box.q1)
-    start = torch.zeros_like(a) if box.lo is None else (a + box.lo).clamp(0, box.k1)
-    stop = torch.full_like(a, box.k1) if box.hi is None else (a + box.hi + 1).clamp(0, box.k1)
-    return _any_between(flags, start, stop)
+def _silenced(
+    native: list[Tensor], lse: Tensor, dlse: Tensor | None
+) -> tuple[list[Tensor], Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
+    """([q, out, dout], lse, dlse) fit for the native call, and the ``spoilt`` of CpuBackward.
 
-
-def _seen_by_queries(piece: Band, flags: Tensor, heads_q: int) -> Tensor:
-    """flags (b, heads_kv, m) of the keys -> (b, heads_q, n): the queries that see a flagged key."""
-    return _seen(piece, flags).repeat_interleave(heads_q // flags.shape[1], 1)
-
-
-def _seen_by_keys(piece: Band, flags: Tensor, heads_kv: int) -> Tensor:
-    """flags (b, heads_q, n) of the queries -> (b, heads_kv, m): the keys that a flagged query sees."""
-    transposed = Band(
-        piece.k0,
-        piece.k1,
-        piece.q0,
-        piece.q1,
-        None if piece.hi is None else -piece.hi,
-        None if piece.lo is None else -piece.lo,
-    )
-    return _seen(transposed, flags.unflatten(1, (heads_kv, -1)).any(2))
-
-
-def _spoil(
-    piece: Band,
-    queries: CpuQueries,
-    batch: slice,
-    rows: slice,
-    bad: tuple[Tensor, Tensor] | None,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
-    """NaN into the dQ, dK, dV of a piece that depend on rows or keys which were computed as zeros.
-
-    A query whose P, dO or delta is not finite spoils its dQ and the dK of the keys it sees; dV has no delta and no V in it.
+    A row with lse = -inf is dead: it depends on nothing, whatever else it holds. A broken out or
+    dlse spoils delta alone, which dV does not depend on.
     """
-    heads_q, heads_kv = dq.shape[1], dk.shape[1]
-    if queries.spoilt is None:
-        for_dk = for_dv = torch.zeros(dq.shape[:3], dtype=torch.bool)
-    else:
-        for_dk, for_dv = (flags[batch, :, rows] for flags in queries.spoilt)
-    if bad is not None:
-        seen_k, seen_v = (_seen_by_queries(piece, flags, heads_q) for flags in bad)
-        for_dk, for_dv = for_dk | seen_k | seen_v, for_dv | seen_k
-    dq.masked_fill_(for_dk.unsqueeze(-1), torch.nan)
-    dk.masked_fill_(_seen_by_keys(piece, for_dk, heads_kv).unsqueeze(-1), torch.nan)
-    dv.masked_fill_(_seen_by_keys(piece, for_dv, heads_kv).unsqueeze(-1), torch.nan)
+    q, out, dout = native
+    dead = lse == -torch.inf
+    bad_p = (broken(q) | broken(dout) | ~(lse < torch.inf)) & ~dead  # NaN < inf is false
+    bad = (bad_p | broken(out)) & ~dead
+    if dlse is not None:
+        bad |= ~torch.isfinite(dlse) & ~dead
+        dlse = dlse.masked_fill(dead | bad, 0)
+    silent = [zeroed(q, dead | bad_p), zeroed(out, dead | bad), zeroed(dout, dead | bad_p)]
+    spoilt = (bad, bad_p) if bool(bad.any()) else None
+    return silent, lse.masked_fill(dead | bad_p, torch.inf), dlse, spoilt
+
+
+def _differentiate_isolated(
+    piece: Band,
+    scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    spoilt: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`_differentiate`, where only what depends on a spoilt row or broken key gets NaN.
+
+    In a rectangle every query sees every key, so broken keys need no help there.
+    """
+    heads_q, heads_kv = q.shape[1], k.shape[1]
+    bad, bad_p = spoilt
+    if not is_full(piece):
+        bad_k, bad_v = broken(k), broken(v)
+        k, v = zeroed(k, bad_k), zeroed(v, bad_v)
+        bad_p = bad_p | seen_by_queries(piece, bad_k, heads_q)
+        bad = bad | bad_p | seen_by_queries(piece, bad_v, heads_q)
+    dq, dk, dv = _differentiate(piece, scale, q, k, v, out, dout, lse)
+    return (
+        spoil(dq, bad),
+        spoil(dk, seen_by_keys(piece, bad, heads_kv)),
+        spoil(dv, seen_by_keys(piece, bad_p, heads_kv)),
+    )

@@ -1,14 +1,15 @@
-"""Cut a band into pieces that one call of a rectangular or top-left-causal attention routine computes.
+"""Cut a band into pieces, each one call of a routine for rectangles and top-left-causal boxes.
 
 A piece is itself a (trimmed) band, of one of three kinds:
 
-    full     lo = hi = None                     a rectangle, no mask
-    causal   lo = None, hi = k0 - q0            row a of the box sees keys 0..a: top-left-causal, any Sq x Sk
-    masked   anything else                      at most ROWS rows; needs a mask of its box
+    full     lo = hi = None             a rectangle, no mask
+    causal   lo = None, hi = k0 - q0    row a of the box sees keys 0..a (top-left), any Sq x Sk
+    masked   anything else              at most ROWS rows; needs a mask of its box
 
-A full band is one piece; a causal band at any offset one or two; a band bounded from below (a window) is cut
-into tiles of ROWS rows, each a masked piece at the low edge, a rectangle and a causal piece, or a single masked piece
-when the rectangle would be narrow. Every row of a piece sees at least one key, so no call meets an empty row.
+A full band is one piece; a causal band at any offset one or two; a band bounded from below (a
+window) is cut into tiles of ROWS rows, each a masked piece at the low edge, a rectangle and a
+causal piece, or one masked piece when the rectangle would be narrow. Every row of a piece sees at
+least one key.
 
 Pure integers: neither torch nor numpy.
 """
@@ -20,7 +21,12 @@ from collections.abc import Iterator
 from ringfa4.mask import Band
 
 ROWS = 256
-"""Rows of a masked piece: what it wastes is a triangle of this side; a call costs as much as about 100 x 100 pairs."""
+"""Most rows of a masked piece. A window of 1,024 keys then runs at half a rectangle's rate."""
+
+
+def is_full(piece: Band) -> bool:
+    """Every row sees every key of the box."""
+    return piece.lo is None and piece.hi is None
 
 
 def is_causal(piece: Band) -> bool:
@@ -30,7 +36,7 @@ def is_causal(piece: Band) -> bool:
 
 def is_masked(piece: Band) -> bool:
     """The piece needs a mask of its box."""
-    return not is_causal(piece) and (piece.lo is not None or piece.hi is not None)
+    return not is_full(piece) and not is_causal(piece)
 
 
 def pieces(band: Band) -> Iterator[Band]:

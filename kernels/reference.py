@@ -4,9 +4,9 @@
     forward:   out = softmax(S) V,  lse = logsumexp(S)
     backward:  dS = P * (dO V^T - delta),  dQ = scale * dS K,  dK = scale * dS^T Q,  dV = P^T dO
 
-It serves every spec and is what the others are read against: no tiling tricks, no fast paths. Rows of Q
-are taken in blocks so that a block's logits stay within :data:`BLOCK` elements; results round once, when
-they enter the state or the gradients. K and V are cast to fp64 one task at a time.
+It serves every spec and is what the others are read against: no tricks, no fast paths. Rows of Q
+are taken in blocks so that a block's logits stay within :data:`BLOCK` elements; results round once,
+when they enter the state or the gradients. K and V are cast to fp64 one task at a time.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def allowed_pairs(bands: Sequence[Band], q0: int, q1: int, k0: int, k1: int) -> 
 def masked_matmul(weights: Tensor, allowed: Tensor, values: Tensor) -> Tensor:
     """weights @ values, where weights are 0 outside ``allowed`` and 0 * NaN counts as 0 there.
 
-    weights (..., n, m), allowed (n, m), values (..., m, d). A value that is not finite makes NaN of the
-    results it enters through an allowed pair, and of no other.
+    weights (..., n, m), allowed (n, m), values (..., m, d). A value that is not finite makes NaN of
+    the results it enters through an allowed pair, and of no other.
     """
     bad = ~torch.isfinite(values)
     if not bool(bad.any()):
@@ -56,8 +56,9 @@ def masked_matmul(weights: Tensor, allowed: Tensor, values: Tensor) -> Tensor:
 
 
 def _grouped(x: Tensor, heads_kv: int) -> Tensor:
-    """(b, n, heads_q, d) -> fp64 (b, heads_kv, group, n, d): query head h reads K/V head h // group."""
-    return x.to(torch.float64).unflatten(2, (heads_kv, -1)).permute(0, 2, 3, 1, 4)
+    """fp64 (b, n, heads_q, d) -> (b, heads_kv, group, n, d): head h reads K/V head h // group."""
+    grouped = x.to(torch.float64).reshape(*x.shape[:2], heads_kv, -1, x.shape[-1])
+    return grouped.permute(0, 2, 3, 1, 4)
 
 
 def _ungrouped(x: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ def _ungrouped(x: Tensor) -> Tensor:
 
 
 class ReferenceQueries(Queries):
-    """``q`` as it came; in backward also dout (b, s, heads_q, dv), lse and delta (b, heads_q, s) in fp64."""
+    """In backward also dout (b, s, heads_q, dv), lse and delta (b, heads_q, s), in fp64."""
 
     dout: Tensor
     lse: Tensor
@@ -132,7 +133,7 @@ class ReferenceKernel(BlockKernel):
                 q = _grouped(queries.q[batch, rows], heads_kv)
                 dout = _grouped(queries.dout[batch, rows], heads_kv)
                 lse, delta = (
-                    x[batch, :, rows].unflatten(1, (heads_kv, -1)).unsqueeze(-1)
+                    _grouped(x[batch, :, rows].transpose(1, 2).unsqueeze(-1), heads_kv)
                     for x in (queries.lse, queries.delta)
                 )
                 live = allowed & (lse != -torch.inf)

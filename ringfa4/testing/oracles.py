@@ -3,10 +3,10 @@
     S_ij = scale * q_i . k_j   where the mask allows (i, j), else -inf
     lse_i = log( sum_j exp(S_ij) + exp(sink) ),   out_i = sum_j exp(S_ij - lse_i) v_j
 
-One dense matrix, nothing tiled or merged, differentiable: autograd through :func:`attention` gives the true
-gradients, those into lse and sink included. A row without keys gives out 0 and lse -inf (or sink) with zero gradients, never NaN.
-
-:func:`merge_partials` is the definition of the merge in the same sense. Memory is O(b h s^2): for tests.
+One dense matrix, nothing tiled or merged, differentiable: autograd through :func:`attention` gives
+the true gradients, those into lse and sink included. A row without keys gives out 0, lse -inf (or
+sink) and zero gradients, never NaN. :func:`merge_partials` is the merge by its definition in the same
+sense. Memory is O(b h s^2): for tests.
 """
 
 from __future__ import annotations
@@ -16,42 +16,40 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringfa4.mask import Band, Mask
+from ringfa4.mask import Mask
 
 
-def allowed(mask: Mask, *, device: torch.device | None = None) -> Tensor:
-    """Boolean (batch or 1, seq_q, seq_k), by band membership."""
-    i = torch.arange(mask.seq_q, device=device).unsqueeze(1)
-    j = torch.arange(mask.seq_k, device=device).unsqueeze(0)
-    rows = [torch.zeros(mask.seq_q, mask.seq_k, dtype=torch.bool, device=device)]
-    rows *= mask.batch
-    return torch.stack(
-        [torch.stack([none, *(_inside(b, i, j) for b in bands)]).any(0) for none, bands in zip(rows, mask.rows, strict=True)]
-    )
-
-
-def _inside(band: Band, i: Tensor, j: Tensor) -> Tensor:
-    inside = (i >= band.q0) & (i < band.q1) & (j >= band.k0) & (j < band.k1)
-    if band.lo is not None:
-        inside = inside & (j - i >= band.lo)
-    if band.hi is not None:
-        inside = inside & (j - i <= band.hi)
-    return inside
+def allowed(mask: Mask) -> Tensor:
+    """Boolean (batch or 1, seq_q, seq_k): the keys of every query, band by band, row by row."""
+    visible = torch.zeros(mask.batch, mask.seq_q, mask.seq_k, dtype=torch.bool)
+    for row, bands in enumerate(mask.rows):
+        for band in bands:
+            for i in range(band.q0, band.q1):
+                start, stop = band.keys_of(i)
+                visible[row, i, start:stop] = True
+    return visible
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float | None = None, sink: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    *,
+    scale: float | None = None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out (b, s, heads_q, dv) and lse (b, heads_q, s), fp64.
 
-    q (b, s, heads_q, dk), k (b, m, heads_kv, dk), v (b, m, heads_kv, dv); sink (heads_q,). ``scale`` None is dk ** -0.5.
+    q (b, s, heads_q, dk), k (b, m, heads_kv, dk), v (b, m, heads_kv, dv); sink (heads_q,).
+    ``scale`` None is dk ** -0.5.
     """
     q, k, v = (x.to(torch.float64).transpose(1, 2) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     logits = scale * (q @ k.mT)
-    visible = allowed(mask, device=q.device).unsqueeze(1)
+    visible = allowed(mask).unsqueeze(1).to(q.device)
     logits = logits.masked_fill(~visible, -torch.inf)
     if sink is not None:  # one more key, whose value is 0
         column = sink.to(torch.float64).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
@@ -66,7 +64,7 @@ def attention(
 
 @dataclass(frozen=True)
 class Truth:
-    """Everything attention returns, forward and backward, fp64; gradients in the shapes of their inputs."""
+    """What attention returns, forward and backward, fp64; gradients are shaped as their inputs."""
 
     out: Tensor
     lse: Tensor
@@ -87,23 +85,24 @@ def attention_gradients(
     scale: float | None = None,
     sink: Tensor | None = None,
 ) -> Truth:
-    """Forward and autograd of <out, dout> + <lse, dlse>; rows whose lse is -inf take no part in the latter."""
-    leaves = [x.detach().to(torch.float64).requires_grad_() for x in (q, k, v)]
+    """Forward, and autograd of <out, dout> + <lse, dlse>; rows with lse = -inf have no dlse."""
+    q, k, v = (x.detach().to(torch.float64).requires_grad_() for x in (q, k, v))
     if sink is not None:
         sink = sink.detach().to(torch.float64).requires_grad_()
-    out, lse = attention(*leaves, mask, scale=scale, sink=sink)
+    out, lse = attention(q, k, v, mask, scale=scale, sink=sink)
     loss = (out * dout.to(torch.float64)).sum()
     if dlse is not None:
         loss = loss + (lse.masked_fill(lse == -torch.inf, 0) * dlse.to(torch.float64)).sum()
-    wanted = leaves if sink is None else [*leaves, sink]
+    wanted = [q, k, v] if sink is None else [q, k, v, sink]
     dq, dk, dv, *rest = torch.autograd.grad(loss, wanted)
     return Truth(out.detach(), lse.detach(), dq, dk, dv, rest[0] if rest else None)
 
 
 def merge_partials(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """The attention over both key sets from that over each: out (b, s, h, d), lse (b, h, s). Differentiable.
+    """Attention over two key sets from that over each: out (b, s, h, d), lse (b, h, s).
 
-    A side with lse = -inf contributes nothing, whatever its out holds; with both, the result is (0, -inf) and every gradient is 0.
+    Differentiable. A side with lse = -inf contributes nothing, whatever its out holds; with both,
+    the result is (0, -inf) and every gradient is 0.
     """
     top = torch.maximum(lse1, lse2).detach()
     empty = top == -torch.inf
