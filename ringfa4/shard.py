@@ -13,7 +13,7 @@ Pure integers: neither torch nor numpy.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -92,16 +92,11 @@ class Shard:
         cuts = sorted(starts)
         pieces = []
         for chunk in self.chunks:
-            begin = chunk.start
-            last = chunk.start + chunk.stride * (chunk.count - 1)
-            edges = [0]
-            for cut in cuts[bisect_right(cuts, begin) : bisect_right(cuts, last)]:
-                edge = -(-(cut - begin) // chunk.stride)
-                if edge != edges[-1]:
-                    edges.append(edge)
-            edges.append(chunk.count)
-            for a, b in pairwise(edges):
-                pieces.append(Chunk(begin + chunk.stride * a, b - a, chunk.stride))
+            start, stride = chunk.start, chunk.stride
+            inside = cuts[bisect_right(cuts, start) : bisect_left(cuts, chunk.stop)]
+            # Cuts that fall between the same two tokens of a stripe leave empty pieces: dropped.
+            edges = [0, *(-(-(cut - start) // stride) for cut in inside), chunk.count]
+            pieces += [Chunk(start + stride * a, b - a, stride) for a, b in pairwise(edges)]
         return Shard(tuple(pieces))
 
 

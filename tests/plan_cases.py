@@ -49,14 +49,16 @@ def task_pairs(plan: Plan, rank: int, step: Step, task: Task) -> Iterator[Pair]:
             yield q[a], k[b]
 
 
-BOUND = st.none() | st.integers(-18, 18)
-
-
 @st.composite
 def bands(draw: st.DrawFn) -> Band:
     """Any band, empty ones and bounds that bind nowhere included."""
-    edge = st.integers(-5, 14)
-    return Band(draw(edge), draw(edge), draw(edge), draw(edge), draw(BOUND), draw(BOUND))
+    q0, k0 = draw(st.integers(-5, 6)), draw(st.integers(-5, 6))
+    q1, k1 = q0 + draw(st.integers(-1, 9)), k0 + draw(st.integers(-1, 9))
+    near = st.none() | st.integers(-9, 9)  # of the diagonal through (q0, k0)
+    lo, hi = (None if d is None else d + k0 - q0 for d in (draw(near), draw(near)))
+    if lo is not None and hi is not None and draw(st.integers(0, 3)):
+        lo, hi = min(lo, hi), max(lo, hi)
+    return Band(q0, q1, k0, k1, lo, hi)
 
 
 @st.composite

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from itertools import permutations
 
 import pytest
 import torch
@@ -138,6 +139,26 @@ def test_a_mask_takes_disjoint_bands_and_only_those(found: list[Band]) -> None:
     else:
         with pytest.raises(ValueError, match="overlap"):
             Mask(20, 20, (tuple(moved),))
+
+
+def test_an_overlap_is_found_whatever_lies_between() -> None:
+    """The first and the last overlap; the bands sorted between them touch neither."""
+    long, last = Band(0, 9, 0, 3), Band(7, 9, 2, 4)
+    between = (Band(1, 2, 4, 5), Band(2, 9, 8, 9), Band(3, 4, 5, 6))
+    assert Mask(9, 9, ((long, *between),)).area == 27 + 1 + 7 + 1
+    with pytest.raises(ValueError, match="overlap"):
+        Mask(9, 9, ((long, *between, last),))
+
+
+def test_the_order_of_bands_is_not_part_of_a_mask() -> None:
+    found = (
+        Band(0, 9, 0, 1),
+        Band(0, 9, 1, 2),
+        Band(0, 8, 2, 9, 3, None),
+        Band(0, 8, 2, 9, None, 1),
+        Band(0, 8, 2, 9, 2, 2),
+    )
+    assert len({Mask(9, 9, (order,)) for order in permutations(found)}) == 1
 
 
 @settings(max_examples=50)

@@ -216,6 +216,14 @@ def test_balanced_cuts_no_finer_than_it_must(mask: Mask, chunks: int) -> None:
     assert Plan(mask, found, found).balance <= 1.01
 
 
+def test_balanced_keeps_the_best_when_nothing_is_even() -> None:
+    """5 tokens on 3 ranks, areas 1 1 1 2 3: single tokens do worse than the pairs tried before."""
+    mask = masks.documents([0, 1, 2, 5])
+    pairs, single = (sharding.balanced(mask, 3, block=block) for block in (2, 1))
+    assert Plan(mask, pairs, pairs).balance < Plan(mask, single, single).balance
+    assert sharding.balanced(mask, 3) == pairs
+
+
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_balanced_blocks_are_whole_records_when_there_are_many(world: int) -> None:
     mask = packed(100_003, 50)
