@@ -58,7 +58,7 @@ def opened(
 
 @pytest.mark.parametrize(("dk", "dv"), [(64, 64), (128, 128), (192, 128), (256, 256), (96, 32)])
 def test_bytes_of_a_record(dk, dv):
-    """Per batch row and head: 128 (dk + dv) of payload and 512 per started 128 of d and scale set."""
+    """Per batch row and head: 128 (dk + dv), and 512 per started 128 of d and scale set."""
     g = Geometry(2, 3, dk, dv, torch.bfloat16)
     atoms = {d: -(-d // 128) * 512 for d in (dk, dv)}
     forward = 128 * (dk + dv) + atoms[dk] + atoms[dv]
