@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,26 @@ GRACE_S = 0.5
 
 MAX_TAG = 2**31 - 2
 ABORT_TAG = 2**31 - 1
+
+
+class Store(Protocol):
+    """What is used of a group's store; torch's stubs leave it out."""
+
+    def add(self, key: str, amount: int) -> int: ...
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+
+class _Messages(Protocol):
+    """What is used of ProcessGroupGloo."""
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work: ...
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work: ...
 
 
 class Posted:
@@ -86,10 +107,12 @@ class GlooLink:
         # A counter per rank and label: links made one after another must not meet the old keys.
         keys = [f"ringfa4/{label}/{rank}" for rank in range(self.world)]
         number = store.add(keys[self.rank], 1)
-        self.store = dist.PrefixStore(f"ringfa4/{label}/link{number}", store)
+        prefix = f"ringfa4/{label}/link{number}"
+        shared = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        self.store = cast(Store, shared)
         try:
-            self._gloo = dist.ProcessGroupGloo(
-                self.store, self.rank, self.world, timedelta(seconds=timeout_s)
+            gloo = dist.ProcessGroupGloo(
+                shared, self.rank, self.world, timedelta(seconds=timeout_s)
             )
         except RuntimeError as error:
             missing = [rank for rank in range(self.world) if store.add(keys[rank], 0) < number]
@@ -97,6 +120,7 @@ class GlooLink:
                 raise PeerError(f"gloo does not connect the group: {error}") from error
             reason = f"did not open its {label} connections within {timeout_s:g} s"
             raise PeerError(reason, rank=missing[0]) from error
+        self._gloo = cast(_Messages, gloo)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 

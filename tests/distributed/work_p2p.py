@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 import transport_contract as contract
 
+from ringfa4.comm.control import StoreControl, open_control
 from ringfa4.comm.interface import Control, Transport
 from ringfa4.comm.registry import open_transport
+from ringfa4.errors import ContextBrokenError, PeerError
 
 CPU = torch.device("cpu")
 
@@ -146,3 +148,64 @@ def stuck() -> None:
 def fails_on(rank: int) -> None:
     if dist.get_rank() == rank:
         raise KeyError("deliberate")
+
+
+def reports() -> list[Any]:
+    """Ranks 1 and 2 fail one after the other; whom each rank hears of."""
+    control = open_control(dist.group.WORLD, contract.LONG_S)
+    assert control.failure() is None
+    for rank, reason in ((1, "cause é"), (2, "echo")):
+        if dist.get_rank() == rank:
+            control.report(reason)
+        dist.barrier()
+    failed = control.failure()
+    assert failed is not None
+    dist.barrier()
+    control.close()
+    return list(failed)
+
+
+def two_channels() -> bool:
+    """A failure on one channel of a group leaves another one as it was."""
+    broken = open_control(dist.group.WORLD, contract.LONG_S)
+    sound = open_control(dist.group.WORLD, contract.LONG_S)
+    if dist.get_rank() == 0:
+        broken.report("only here")
+    dist.barrier()
+    untouched = sound.failure() is None and sound.gather(b"x") == [b"x"] * dist.get_world_size()
+    broken.close()
+    sound.close()
+    return untouched
+
+
+class _LostStore:
+    """The store after its host died: every request fails."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("Broken pipe")
+
+
+def without_a_store() -> str:
+    """Rank 0 fails while nobody can reach the store."""
+    control = open_control(dist.group.WORLD, contract.LONG_S)
+    assert isinstance(control, StoreControl)
+    dist.barrier()
+    control._store = _LostStore()
+    if dist.get_rank() == 0:
+        control.report("nobody will read this")
+        return "reported"
+    try:
+        control.gather(b"")
+    except PeerError as error:
+        return str(error)
+    return "nothing happened"
+
+
+def gather_after_report() -> str:
+    control = open_control(dist.group.WORLD, contract.LONG_S)
+    control.report("it hurts")
+    try:
+        control.gather(b"")
+    except ContextBrokenError as error:
+        return str(error)
+    return "gathered"

@@ -17,6 +17,7 @@ only).
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 import time
@@ -268,7 +269,7 @@ class AdversarialExchange(Exchange):
             copy = aligned_copy(given.view)
             self._unreleased = True
             yield Contribution(
-                given.peer, copy, lambda g=given, w=want, c=copy: self._release(g, w, c)
+                given.peer, copy, functools.partial(self._release, given, want, copy)
             )
         assert count == (coming is not None), f"transport fault: step {step} lost a contribution"
 

@@ -1,0 +1,78 @@
+"""The control channels: agreement and failures, alone, between threads and between processes.
+
+What every channel does is in the transport contract (messages, failures, late ranks); here is what
+the store-based one does on its own.
+"""
+
+from __future__ import annotations
+
+import pytest
+from distributed.pool import gloo_pool
+
+from ringfa4.comm.control import SoloControl, open_control
+from ringfa4.comm.interface import MESSAGE_BYTES
+from ringfa4.comm.local import LocalWorld, run_ranks
+from ringfa4.errors import PeerError
+
+
+def test_alone_there_is_nobody_to_fail() -> None:
+    control = open_control(None, 1.0)
+    assert isinstance(control, SoloControl)
+    assert (control.rank, control.world) == (0, 1)
+    assert control.gather(b"x") == [b"x"]
+    control.report("nobody hears this")
+    assert control.failure() is None
+    with pytest.raises(ValueError, match=f"{MESSAGE_BYTES=}"):
+        control.gather(b"x" * (MESSAGE_BYTES + 1))
+    control.close()
+    control.close()
+
+
+def test_the_first_failure_in_time_counts_and_never_ones_own() -> None:
+    world = LocalWorld(3, 1.0)
+    first, second, third = (world.control(rank) for rank in range(3))
+    second.report("cause")
+    third.report("echo")
+    assert first.failure() == (1, "cause")
+    assert second.failure() == (2, "echo")
+    assert third.failure() == (1, "cause")
+
+
+def test_a_report_wakes_who_waits() -> None:
+    """Long before the timeout, or this test would not end in time."""
+
+    def main(rank, transport, control):
+        if rank == 0:
+            control.report("cannot go on")
+            return
+        with pytest.raises(PeerError, match="rank 0: cannot go on") as error:
+            control.gather(b"")
+        assert (error.value.rank, error.value.reason) == (0, "cannot go on")
+
+    run_ranks(3, main, timeout_s=3600.0)
+
+
+def test_the_first_failure_counts_between_processes() -> None:
+    with gloo_pool(3) as pool:
+        seen = pool.run("distributed.work_p2p:reports")
+    assert seen == [[1, "cause é"], [2, "echo"], [1, "cause é"]]
+
+
+def test_channels_of_one_group_do_not_hear_each_other() -> None:
+    with gloo_pool(2) as pool:
+        assert pool.run("distributed.work_p2p:two_channels") == [True, True]
+
+
+def test_a_lost_store_does_not_hide_a_failure() -> None:
+    """The broken connection tells that the peer is gone, though its reason is lost with the
+    store."""
+    with gloo_pool(2) as pool:
+        said = pool.run("distributed.work_p2p:without_a_store")
+    assert said[0] == "reported"
+    assert said[1].startswith("rank 0: connection lost"), said
+
+
+def test_a_broken_channel_refuses() -> None:
+    with gloo_pool(2) as pool:
+        said = pool.run("distributed.work_p2p:gather_after_report")
+    assert all("it hurts" in message for message in said), said
