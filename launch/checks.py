@@ -364,4 +364,4 @@ def judge(name: str, rows: list[int], got: Tensor, want: Tensor, variance: Tenso
 def _decibel(signal: float, noise: float) -> float:
     if noise == 0:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 and noise < math.inf else -math.inf

@@ -63,6 +63,7 @@ class Progress:
         self.start = self.shown = console.clock()
 
     def add(self, pairs: int) -> None:
+        """``pairs`` (more than 0) are done now."""
         self.done += pairs
         now = self.console.clock()
         if self.console.speaks and now - self.shown >= self.interval:
@@ -71,9 +72,8 @@ class Progress:
 
     def line(self, now: float) -> str:
         gone = now - self.start
-        left = gone * (self.total - self.done) / self.done if self.done else 0.0
-        percent = 100 * self.done / self.total if self.total else 100.0
-        return (
-            f"{self.what}: {percent:3.0f}% of rank 0's pairs, {seconds_text(gone)} gone, "
-            f"about {seconds_text(left)} left"
-        )
+        text = f"{self.what}: {100 * self.done / self.total:3.0f}% of rank 0's pairs, "
+        text += f"{seconds_text(gone)} gone"
+        if self.done < self.total:
+            text += f", about {seconds_text(gone * (self.total / self.done - 1))} left"
+        return text

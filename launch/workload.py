@@ -40,7 +40,7 @@ class Defaults:
 
 
 DEFAULTS = {
-    "cpu": Defaults(seq=1 << 16, heads=4, kv_heads=2, head_dim=64, dtype="bf16"),
+    "cpu": Defaults(seq=1 << 16, heads=2, kv_heads=1, head_dim=64, dtype="bf16"),
     "cuda": Defaults(seq=1 << 18, heads=32, kv_heads=8, head_dim=128, dtype="bf16"),
 }
 
