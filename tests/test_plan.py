@@ -65,6 +65,13 @@ def test_tasks_are_what_they_say(plan: Plan) -> None:
                 assert all(band.trimmed() == band for band in task.bands)
 
 
+def test_tasks_and_ranges_come_in_chunk_order_whatever_the_bands_order() -> None:
+    """The first band reaches the second chunk only."""
+    mask = Mask(4, 8, ((Band(0, 2, 4, 8), Band(2, 4, 0, 4)),))
+    step = Plan(mask, sharding.contiguous(4, 1), sharding.zigzag(8, 1)).step(0, 0)
+    assert [task.k_chunk for task in step.tasks] == [r.chunk for r in step.ranges] == [0, 1]
+
+
 @settings(max_examples=200)
 @given(plans())
 def test_every_transfer_has_both_ends(plan: Plan) -> None:
