@@ -18,7 +18,7 @@ from ringfa4.errors import MissingLibraryError
 
 PREFERENCE: Mapping[str, tuple[str, ...]] = {
     "cpu": ("cpu", "reference"),
-    "cuda": ("reference",),
+    "cuda": ("fa4", "cuda_aten", "reference"),
 }
 """Kernels that ``auto`` tries on each device type, best first."""
 

@@ -53,7 +53,7 @@ def seen_by_keys(piece: Band, flags: Tensor, heads_kv: int) -> Tensor:
 def _seen(piece: Band, flags: Tensor) -> Tensor:
     """Row a sees the keys [a + lo, a + hi] of the box: a difference of running counts."""
     box = piece.shifted(-piece.q0, -piece.k0)
-    a = torch.arange(box.q1)
+    a = torch.arange(box.q1, device=flags.device)
     start = torch.zeros_like(a) if box.lo is None else (a + box.lo).clamp(0, box.k1)
     stop = torch.full_like(a, box.k1) if box.hi is None else (a + box.hi + 1).clamp(0, box.k1)
     count = functional.pad(flags.cumsum(-1), (1, 0))

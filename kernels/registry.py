@@ -9,6 +9,9 @@ from ringfa4.kernels.interface import BlockKernel
 KERNELS = {
     "reference": "ringfa4.kernels.reference:ReferenceKernel",
     "cpu": "ringfa4.kernels.cpu:CpuKernel",
+    "cuda_aten": "ringfa4.kernels.cuda_aten:CudaAtenKernel",
+    "fa4": "ringfa4.kernels.fa4:Fa4Kernel",
+    "fa4-nondeterministic": "ringfa4.kernels.fa4:NondeterministicFa4Kernel",
     "reference-mxfp8": "ringfa4.kernels.reference_mxfp8:ReferenceMxfp8Kernel",
 }
 """name -> module:class. Classes take no arguments."""

@@ -23,6 +23,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ringfa4.fused import fused
 from ringfa4.wire import Geometry, PlainShard, RecordMap, gradient_wire
 
 
@@ -125,8 +126,25 @@ class State:
 
         out (b', n, heads, dv), lse (b', heads, n); b' is 1 for a given ``batch`` and the whole
         batch for None. Rows whose lse is -inf contribute nothing, whatever out holds there.
+
+        On GPUs that have it, one fused kernel passes over the state once (ringfa4.fused); elsewhere
+        the operators of :meth:`merge_state` pass over it twice. Both keep the algebra above.
         """
-        self.merge_state(batch, rows, out, lse, torch.ones_like(lse))
+        kernels = fused(self.acc.device)
+        if kernels is None or not kernels.merges(self.acc, [(out, lse)]):
+            self.merge_state(batch, rows, out, lse, torch.ones_like(lse))
+            return
+        for into, part, a, b, seen in _claims(
+            self.written, batch, self.acc.shape[0], rows.start, rows.stop
+        ):
+            new = slice(a - rows.start, b - rows.start)
+            kernels.merge(
+                self.acc[into, a:b],
+                self.max[into, :, a:b],
+                self.sum[into, :, a:b],
+                [(out[part, new], lse[part, :, new])],
+                first=not seen,
+            )
 
     def merge_state(
         self, batch: int | None, rows: slice, acc: Tensor, max: Tensor, sum: Tensor

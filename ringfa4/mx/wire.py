@@ -36,14 +36,16 @@ Left out: dK/dV, which travel in fp32 (:func:`ringfa4.wire.gradient_wire`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ringfa4.fused import fused
 from ringfa4.mask import Mask, document_cuts
 from ringfa4.mx.formats import ALONG_D, ALONG_SEQ, ATOM, BLOCK, TILE, BlockShape, ScaleRounding
 from ringfa4.mx.layout import Axis, atoms, from_atoms, operand_scales, to_atoms
@@ -125,6 +127,13 @@ class RecordLayout:
                 return operand
         raise AssertionError(f"these records hold no {which} along {along}")
 
+    def payloads(self) -> list[list[Operand]]:
+        """The operands, together where they share a payload."""
+        by_payload: dict[int, list[Operand]] = {}
+        for operand in self.operands:
+            by_payload.setdefault(operand.payload, []).append(operand)
+        return list(by_payload.values())
+
     def payload(self, operand: Operand, records: Tensor) -> Tensor:
         """(records, b, h, 128, d) view of a payload in ``records`` (records, nbytes)."""
         g, d = self.geometry, operand.d
@@ -184,6 +193,17 @@ class MxShard(EncodedShard):
         out = torch.empty(
             g.batch, g.heads_kv, count, RECORD, operand.d, dtype=dtype, device=records.device
         )
+        kernels = fused(records.device)
+        if kernels is not None:
+            kernels.decode(
+                records,
+                out.flatten(2, 3),
+                contiguous=operand.contiguous,
+                along=operand.along,
+                payload=operand.payload,
+                scales=operand.scales,
+            )
+            return out.flatten(2, 3)
         for a, b in _groups(count, g.batch * g.heads_kv * operand.d):
             payload = self.layout.payload(operand, records[a:b])
             scales = from_atoms(self.layout.scales(operand, records[a:b]), *operand.scale_shape)
@@ -245,12 +265,41 @@ class MxWire(WireFormat):
         layout = self.layout(geometry, direction)
         records = out[: shard.records * layout.nbytes].view(-1, layout.nbytes)
         width = geometry.batch * geometry.heads_kv * max(geometry.dk, geometry.dv)
+        kernels = fused(k.device)
         for c, chunk in enumerate(shard.chunks):
             base, offset = shard.record_base[c], shard.offsets[c]
+            if kernels is not None:
+                tokens, here = (
+                    slice(offset, offset + chunk.count),
+                    slice(base, base + chunk.records),
+                )
+                for operands in layout.payloads():
+                    x = k if operands[0].which == "k" else v
+                    self._write_fused(kernels, operands, x[:, tokens], records[here])
+                continue
             for a, b in _groups(chunk.records, width):
                 tokens = slice(offset + a * RECORD, offset + min(b * RECORD, chunk.count))
                 for which, x in (("k", k), ("v", v)):
                     self._write(layout, which, x[:, tokens], records[base + a : base + b])
+
+    def _write_fused(
+        self, kernels: ModuleType, operands: Sequence[Operand], x: Tensor, records: Tensor
+    ) -> None:
+        """Encode x (b, n, h, d) into the payload that ``operands`` share, and all their scales: one
+        pass.
+        """
+        shape = self.shape(operands[0].along)
+        scales = {operand.along: operand.scales for operand in operands}
+        kernels.encode(
+            x,
+            records,
+            block=(shape.rows, shape.cols),
+            contiguous=operands[0].contiguous,
+            payload=operands[0].payload,
+            scales_d=scales.get("d"),
+            scales_seq=scales.get("seq"),
+            floor=self.rounding is ScaleRounding.FLOOR,
+        )
 
     def _write(self, layout: RecordLayout, which: str, x: Tensor, records: Tensor) -> None:
         """Quantise x (b, n, h, d) into ``records``; n falls short of them by the padding."""

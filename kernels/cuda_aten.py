@@ -1,0 +1,180 @@
+"""PyTorch's own CUDA attention as a block kernel: cuDNN for large simple calls, flash for the rest.
+
+    flash   aten._flash_attention_forward     any band, as a window; GQA; one width for dk and dv
+    cuDNN   aten._scaled_dot_product_cudnn_attention     large rectangles and causal squares
+
+cuDNN is 1.5 times as fast on Hopper and builds a plan for every new shape (tens of milliseconds),
+so only shapes that recur and take long go there. It runs wherever PyTorch has CUDA: SM80 and newer.
+
+dlse: both libraries compute delta = rowsum(out * dout) themselves and take no gradient into lse.
+What dlse adds is dS += P * dlse, so one more backward call with V = 0 and with out and dout chosen
+such that rowsum(out * dout) = -dlse gives exactly that; it costs as much as the first and happens
+only when lse has a gradient.
+
+**Gradients repeat to the bit only under ``torch.use_deterministic_algorithms(True)``**, which makes
+flash sum dQ in order (it holds one fp32 dQ per column of the launch) and keeps cuDNN out of
+backward; otherwise dQ is summed by atomics. Forward always repeats. Left out: fp32 and fp64 (no
+such library kernel with lse; the reference kernel takes them), softcap.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ringfa4.kernels.cpu import _factors
+from ringfa4.kernels.interface import KernelSpec
+from ringfa4.kernels.native import NativeKernel, Rows, aligned, masks_pairs, window
+from ringfa4.mask import Band
+
+_flash_forward = torch.ops.aten._flash_attention_forward.default
+_flash_backward = torch.ops.aten._flash_attention_backward.default
+_cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+_cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+
+DTYPES = (torch.bfloat16, torch.float16)
+CUDNN_PAIRS = 2048 * 2048
+"""A forward call of one head takes about 20 us at this size on H200: below it launches and plans
+cost more than they save.
+"""
+
+
+class CudaAtenKernel(NativeKernel):
+    """bf16 and fp16 on SM80 and newer; every mask; GQA; dv != dk."""
+
+    name = "cuda_aten"
+
+    def supports(self, spec: KernelSpec) -> str | None:
+        if spec.device != "cuda" or spec.arch is None:
+            return (
+                f"kernel {self.name!r} computes on NVIDIA GPUs, the tensors are on {spec.device!r}"
+            )
+        if spec.arch < (8, 0):
+            return f"PyTorch's flash attention needs SM80 or newer, this is {spec.arch}"
+        if spec.dtype not in DTYPES:
+            return f"PyTorch's flash attention takes bf16 and fp16, not {spec.dtype}"
+        if spec.heads_q % spec.heads_kv:
+            return f"{spec.heads_q=} is not a multiple of {spec.heads_kv=}"
+        if spec.dk % 8 or spec.dv % 8 or max(spec.dk, spec.dv) > 256:
+            return (
+                f"PyTorch's flash attention takes head dimensions up to 256 that are multiples "
+                f"of 8: {spec.dk=}, {spec.dv=}"
+            )
+        return None
+
+    def attend(
+        self, box: Band, scale: float, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if _for_cudnn(box, k, v):
+            out, lse, *_ = _cudnn_forward(
+                *(x.transpose(1, 2) for x in (q, k, v)),
+                None,
+                True,
+                0.0,
+                masks_pairs(box),
+                False,
+                scale=scale,
+            )
+            return out.transpose(1, 2), lse.view(lse.shape[:3])
+        width = max(k.shape[-1], v.shape[-1])
+        left, right = window(box)
+        out, lse, *_ = _flash_forward(
+            *(_padded(x, width) for x in (q, k, v)),
+            None,
+            None,
+            box.q1,
+            box.k1,
+            0.0,
+            False,
+            False,
+            scale=scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+        return out[..., : v.shape[-1]], lse
+
+    def differentiate(
+        self, box: Band, scale: float, rows: Rows, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if _for_cudnn(box, k, v) and not torch.are_deterministic_algorithms_enabled():
+            dq, dk, dv = _differentiate_cudnn(box, scale, rows, k, v)
+        else:
+            dq, dk, dv = _differentiate_flash(box, scale, rows, k, v)
+        if rows.dlse is None:
+            return dq, dk, dv
+        # rowsum(out * dout) = -dlse, and dP = dout V^T = 0: this call's dS is P * dlse.
+        product, factor = (x.transpose(1, 2) for x in _factors(rows.dlse, k.dtype))
+        only = Rows(
+            rows.q, _padded(-product, k.shape[-1]), _padded(factor, k.shape[-1]), rows.lse, None
+        )
+        more_dq, more_dk, _ = _differentiate_flash(box, scale, only, k, torch.zeros_like(k))
+        wide = torch.float32
+        return dq.to(wide) + more_dq.to(wide), dk.to(wide) + more_dk.to(wide), dv
+
+
+def _for_cudnn(box: Band, k: Tensor, v: Tensor) -> bool:
+    """Large, at most 128 wide, and a rectangle or a causal square: all that PyTorch lets cuDNN
+    mask.
+    """
+    square = box.lo is None and box.hi == 0 and box.q1 == box.k1
+    wide = max(k.shape[-1], v.shape[-1]) > 128
+    return (square or not masks_pairs(box)) and box.q1 * box.k1 >= CUDNN_PAIRS and not wide
+
+
+def _differentiate_flash(
+    box: Band, scale: float, rows: Rows, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    dk_width, dv_width = k.shape[-1], v.shape[-1]
+    width = max(dk_width, dv_width)
+    left, right = window(box)
+    unused = torch.zeros(2, dtype=torch.uint64, device=k.device)  # the state of dropout
+    dq, dk, dv = _flash_backward(
+        _padded(rows.dout, width),
+        *(_padded(x, width) for x in (rows.q, k, v, rows.out)),
+        rows.lse,
+        None,
+        None,
+        box.q1,
+        box.k1,
+        0.0,
+        False,
+        unused,
+        unused,
+        scale=scale,
+        window_size_left=left,
+        window_size_right=right,
+    )
+    return dq[..., :dk_width], dk[..., :dk_width], dv[..., :dv_width]
+
+
+def _differentiate_cudnn(
+    box: Band, scale: float, rows: Rows, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    unused = torch.zeros((), dtype=torch.int64, device=k.device)  # the state of dropout
+    dout, q, k, v, out = (x.transpose(1, 2) for x in (rows.dout, rows.q, k, v, rows.out))
+    dq, dk, dv = _cudnn_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        rows.lse.unsqueeze(-1),
+        unused,
+        unused,
+        None,
+        None,
+        None,
+        box.q1,
+        box.k1,
+        0.0,
+        masks_pairs(box),
+        scale=scale,
+    )
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """(..., width), zeros after what x has."""
+    missing = width - x.shape[-1]
+    return functional.pad(x, (0, missing)) if missing else aligned(x)

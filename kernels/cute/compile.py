@@ -1,0 +1,54 @@
+"""Spec -> machine code, by NVIDIA's CuTe DSL (``pip install 'ringfa4[cuda]'``). Needs no GPU.
+
+The DSL makes a host function and a device function; only the device function's cubin is kept.
+Launching it through the driver (:mod:`ringfa4.kernels.cute.driver`) needs nothing else, and a cubin
+on disk holds no host code.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import threading
+from importlib import import_module
+from typing import Any
+
+from ringfa4.kernels.cute.specs import DecodeSpec, EncodeSpec, MergeSpec, Spec
+
+KERNELS = {
+    EncodeSpec: "ringfa4.kernels.cute.encode:Encode",
+    DecodeSpec: "ringfa4.kernels.cute.decode:Decode",
+    MergeSpec: "ringfa4.kernels.cute.merge:Merge",
+}
+
+_TRACING = threading.Lock()
+"""The DSL traces with global state; virtual ranks are threads."""
+
+
+def compile_kernel(spec: Spec, arch: str) -> tuple[bytes, str, str]:
+    """(cubin, name of its entry, PTX) of ``spec`` for an architecture such as "sm_90a"."""
+    with _TRACING:
+        return _compile(spec, arch)
+
+
+def _compile(spec: Spec, arch: str) -> tuple[bytes, str, str]:
+    cute = import_module("cutlass.cute")
+    cutlass = import_module("cutlass")
+    runtime = import_module("cutlass.cute.runtime")
+    module, attribute = KERNELS[type(spec)].split(":")
+    kernel = getattr(import_module(module), attribute)(spec)
+    zeros = {"q": cutlass.Int64(0), "i": cutlass.Int32(0)}
+    arguments = [zeros[letter] for letter in spec.SIGNATURE]
+    with tempfile.TemporaryDirectory(prefix="ringfa4-") as folder:  # 0700; the DSL dumps into it
+        compiled: Any = cute.compile(
+            kernel,
+            *arguments,
+            runtime.make_fake_stream(),
+            options=f"--gpu-arch={arch} --keep-ptx --keep-cubin --dump-dir={folder}",
+        )
+        cubin, ptx = bytes(compiled.__cubin__), str(compiled.__ptx__)
+    entries = re.findall(r"\.entry\s+(\w+)\(", ptx)
+    assert len(entries) == 1, entries
+    widths = re.findall(r"\.param \.u(\d\d) ", ptx)
+    assert widths == ["64" if letter == "q" else "32" for letter in spec.SIGNATURE], widths
+    return cubin, entries[0], ptx

@@ -1,0 +1,196 @@
+"""The merge of partials into the running state, in one pass over the state.
+
+    m = max(max, lse_1, .., lse_n),  acc <- acc e^(max - m) + sum_p out_p e^(lse_p - m),  sum
+    likewise,  max <- m
+
+ringfa4.state's algebra, with the same cases: both -inf stay the identity; an out under lse = -inf
+is not read into the result, whatever it holds; rows that nothing reached yet are assigned and not
+read (``first``). Unfused operators would pass over acc twice and over every partial twice; here acc
+is read and written once, a partial read once.
+
+A thread block owns TOKENS x HEADS whole rows, so that nobody else reads the max and sum it writes:
+all are loaded, the block synchronises, then they are written. Eight consecutive tokens share a
+32-byte sector of max, sum and lse, whose fast axis is the sequence. A thread handles UNITS runs of
+eight elements, all of them loaded before the first is used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ringfa4.kernels.cute import device as dev
+from ringfa4.kernels.cute.specs import RUN, MergeSpec
+
+THREADS = MergeSpec.THREADS
+
+
+class Merge:
+    """Grid (blocks of tokens, blocks of heads, batch), block (THREADS, 1, 1)."""
+
+    def __init__(self, spec: MergeSpec) -> None:
+        self.spec = spec
+
+    @cute.jit
+    def __call__(
+        self,
+        acc: Int64,
+        max: Int64,
+        sum: Int64,
+        acc_b: Int64,
+        acc_s: Int64,
+        row_b: Int64,
+        row_h: Int64,
+        tokens: Int32,
+        heads: Int32,
+        out_b: Int64,
+        out_s: Int64,
+        out_h: Int64,
+        lse_b: Int64,
+        lse_h: Int64,
+        out0: Int64,
+        lse0: Int64,
+        out1: Int64,
+        lse1: Int64,
+        out2: Int64,
+        lse2: Int64,
+        out3: Int64,
+        lse3: Int64,
+        stream: Any,
+    ) -> None:
+        self.kernel(
+            acc, max, sum, acc_b, acc_s, row_b, row_h, tokens, heads,
+            out_b, out_s, out_h, lse_b, lse_h, out0, lse0, out1, lse1, out2, lse2, out3, lse3,
+        ).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        acc: Int64,
+        max: Int64,
+        sum: Int64,
+        acc_b: Int64,
+        acc_s: Int64,
+        row_b: Int64,
+        row_h: Int64,
+        tokens: Int32,
+        heads: Int32,
+        out_b: Int64,
+        out_s: Int64,
+        out_h: Int64,
+        lse_b: Int64,
+        lse_h: Int64,
+        out0: Int64,
+        lse0: Int64,
+        out1: Int64,
+        lse1: Int64,
+        out2: Int64,
+        lse2: Int64,
+        out3: Int64,
+        lse3: Int64,
+    ) -> None:
+        """Addresses of the first row's acc, max and sum; strides in bytes, those of out and lse
+        shared by the partials.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        block, head_block, batch = cute.arch.block_idx()
+        spec = self.spec
+        given = [(out0, lse0), (out1, lse1), (out2, lse2), (out3, lse3)]
+        units = self._units(thread, block, head_block, tokens, heads)
+        state = (acc + batch * acc_b, max + batch * row_b, sum + batch * row_b)
+        partials = [(o + batch * out_b, e + batch * lse_b) for o, e in given[: spec.partials]]
+        loaded = self._load(units, state, partials, (acc_s, row_h, out_s, out_h, lse_h))
+        cute.arch.sync_threads()
+        self._merge(units, state, loaded, acc_s, row_h)
+
+    def _units(
+        self, thread: Any, block: Any, head_block: Any, tokens: Any, heads: Any
+    ) -> list[tuple[Any, Any, Any, Any]]:
+        """(token, head, run of the row, whether it exists) of each of the thread's runs; runs of a
+        row are neighbours.
+        """
+        spec = self.spec
+        columns = spec.dv // RUN
+        units = []
+        for n in range(spec.units):
+            at = thread + n * THREADS
+            row = at // columns
+            token = block * spec.tokens + row // spec.heads
+            head = head_block * spec.heads + row % spec.heads
+            exists = dev.less(token, tokens) & dev.less(head, heads)
+            if spec.tokens * spec.heads * columns % THREADS:
+                exists = exists & dev.less(row, Int32(spec.tokens * spec.heads))
+            units.append((token, head, at % columns, exists))
+        return units
+
+    def _load(
+        self,
+        units: list[Any],
+        state: tuple[Any, ...],
+        partials: list[Any],
+        strides: tuple[Any, ...],
+    ) -> list[Any]:
+        """For each run: (acc, max, sum) or None on first use, and [(out, lse)] of the partials."""
+        spec = self.spec
+        acc, max, sum = state
+        acc_s, row_h, out_s, out_h, lse_h = strides
+        size = 4 if spec.dtype == "fp32" else 2
+        loaded = []
+        for token, head, run, exists in units:
+            old = None
+            if not spec.first:
+                at = acc + token * acc_s + (head * (4 * spec.dv) + run * (4 * RUN))
+                words = dev.load(at, 4, exists) + dev.load(at + 16, 4, exists)
+                row = head * row_h + token * Int64(4)
+                old = (
+                    dev.unpack(words, "fp32"),
+                    dev.from_bits(dev.load_shared_line(max + row, exists)),
+                    dev.from_bits(dev.load_shared_line(sum + row, exists)),
+                )
+            new = []
+            for out, lse in partials:
+                at = out + token * out_s + head * out_h + run * Int64(RUN * size)
+                words = dev.load(at, 4, exists)
+                if size == 4:
+                    words = words + dev.load(at + 16, 4, exists)
+                row = lse + head * lse_h + token * Int64(4)
+                new.append((words, dev.from_bits(dev.load_shared_line(row, exists))))
+            loaded.append((old, new))
+        return loaded
+
+    def _merge(
+        self, units: list[Any], state: tuple[Any, ...], loaded: list[Any], acc_s: Any, row_h: Any
+    ) -> None:
+        spec = self.spec
+        acc, max, sum = state
+        for (token, head, run, exists), (old, new) in zip(units, loaded, strict=True):
+            top = Float32(-float("inf"))
+            for _, lse in new:
+                top = dev.maximum(top, lse)
+            if old is not None:
+                top = dev.maximum(top, old[1])
+            # Both -inf: every weight is e^(-inf - 0) = 0.
+            safe = dev.select(dev.is_negative_infinity(top), Float32(0.0), top)
+            if old is None:
+                values, total = [Float32(0.0)] * RUN, Float32(0.0)
+            else:
+                weight = dev.exp(old[1] - safe)
+                values = [dev.multiply(x, weight) for x in old[0]]
+                total = dev.multiply(old[2], weight)
+            for words, lse in new:
+                dead = dev.is_negative_infinity(lse)
+                weight = dev.exp(lse - safe)
+                total = total + weight
+                for n, x in enumerate(dev.unpack(words, spec.dtype)):
+                    live = dev.select(dead, Float32(0.0), x)
+                    values[n] = dev.fused_multiply_add(live, weight, values[n])
+            at = acc + token * acc_s + (head * (4 * spec.dv) + run * (4 * RUN))
+            words = dev.pack(values, "fp32")
+            dev.store(at, words[:4], exists)
+            dev.store(at + 16, words[4:], exists)
+            row = head * row_h + token * Int64(4)
+            owner = exists & dev.equal(run, Int32(0))
+            dev.store(max + row, [dev.bits(top)], owner)
+            dev.store(sum + row, [dev.bits(total)], owner)

@@ -1,0 +1,95 @@
+"""What can be compiled: a frozen spec for each kernel, and how its arguments are passed.
+
+A spec holds everything that is fixed at compile time, so equal specs are one kernel, and its repr
+names the kernel in the on-disk cache. Kernels take integers only (addresses, strides and sizes):
+``SIGNATURE`` has a letter for each, "q" for 64 bits and "i" for 32. Nothing of the DSL is imported
+here, so that a warm cache never pays for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+TILE = 32
+"""Tokens and columns of a tile: what a warp of encode and decode holds at a time."""
+
+RUN = 8
+"""Elements of a row that a thread of merge handles together."""
+
+PARTIALS = 4
+"""Most partials that one merge takes: each adds up to 8 registers a run."""
+
+
+@dataclass(frozen=True)
+class EncodeSpec:
+    """``dtype`` "bf16", "fp16" or "fp32"; ``rows`` x ``cols`` elements share a scale.
+
+    ``contiguous`` is the payload's fast axis, "d" or "seq"; ``along_d`` and ``along_seq`` which
+    scale atoms are written; ``floor`` the rounding of scales; ``native``: the hardware converts to
+    E4M3 (SM89 and newer).
+    """
+
+    SIGNATURE: ClassVar[str] = "qqqqqqqqqii"
+    THREADS: ClassVar[int] = 128
+
+    dtype: str
+    d: int
+    rows: int
+    cols: int
+    contiguous: str
+    along_d: bool
+    along_seq: bool
+    floor: bool
+    native: bool
+
+
+@dataclass(frozen=True)
+class DecodeSpec:
+    """``dtype`` of the output; ``contiguous`` the payload's fast axis; ``along`` whose scale atoms
+    are read.
+    """
+
+    SIGNATURE: ClassVar[str] = "qqqqqqi"
+    THREADS: ClassVar[int] = 128
+
+    dtype: str
+    d: int
+    contiguous: str
+    along: str
+    native: bool
+
+
+@dataclass(frozen=True)
+class MergeSpec:
+    """``dtype`` of out, its width ``dv``, how many ``partials``; ``first``: the state is not read.
+
+    A thread block takes ``tokens`` x ``heads`` rows.
+    """
+
+    SIGNATURE: ClassVar[str] = "qqqqqqqiiqqqqq" + "qq" * PARTIALS
+    THREADS: ClassVar[int] = 256
+
+    dtype: str
+    dv: int
+    partials: int
+    first: bool
+    tokens: int
+    heads: int
+
+    @property
+    def units(self) -> int:
+        """Runs of a block that each thread handles."""
+        return -(-self.tokens * self.heads * (self.dv // RUN) // self.THREADS)
+
+    @classmethod
+    def of(cls, dtype: str, dv: int, heads: int, partials: int, first: bool) -> MergeSpec:
+        """Blocks of 8 tokens or more (they share sectors of lse) and about 4 runs a thread."""
+        rows = max(8, 4 * cls.THREADS * RUN // dv)
+        here = 1
+        while here * 2 <= min(heads, rows // 8):
+            here *= 2
+        return cls(dtype, dv, partials, first, max(8, rows // here // 8 * 8), here)
+
+
+Spec = EncodeSpec | DecodeSpec | MergeSpec

@@ -1,0 +1,116 @@
+"""flash-attn-4 as a block kernel, where it is installed: Hopper (SM90) and Blackwell (SM100).
+
+    forward    _flash_attn_fwd: out in the input dtype, lse fp32, natural log
+    backward   _flash_attn_bwd with the merged out and lse, and dlse; lse = +inf gives P = 0
+
+Bands are windows of the call (:mod:`ringfa4.kernels.native`); a causal square is passed as
+``causal``, and an unbounded side as None: with ``causal``, a window of (-1, 0) returns zeros and
+-inf without an error.
+
+dQ is summed across tiles in a fixed order (``deterministic``), so gradients repeat to the bit. The
+name "fa4-nondeterministic" gives the atomic sum, which is faster and repeats to rounding only.
+
+dQ, dK, dV of a call come rounded to the input dtype; the sums over calls are fp32. K and V on a
+quantising wire are decoded to the input dtype first. Left out: fp8 (its forward has one scale a
+tensor), paged K/V, softcap.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringfa4.errors import MissingLibraryError
+from ringfa4.kernels.interface import KernelSpec
+from ringfa4.kernels.native import NativeKernel, Rows, aligned, window
+from ringfa4.mask import Band
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+_LAUNCH = threading.Lock()
+"""Virtual ranks are threads: the first call of a shape class traces and compiles, which is not
+thread-safe.
+"""
+
+
+class Fa4Kernel(NativeKernel):
+    """bf16 and fp16 on SM90 and SM100; every mask; GQA; dv != dk."""
+
+    name = "fa4"
+    deterministic = True
+
+    def __init__(self) -> None:
+        try:
+            from flash_attn.cute import interface
+        except ImportError as error:
+            raise MissingLibraryError(
+                f"kernel {self.name!r} needs flash-attn-4 (pip install 'ringfa4[fa4]'): {error}"
+            ) from error
+        self._library: Any = interface
+
+    def supports(self, spec: KernelSpec) -> str | None:
+        if spec.device != "cuda" or spec.arch is None:
+            return (
+                f"kernel {self.name!r} computes on NVIDIA GPUs, the tensors are on {spec.device!r}"
+            )
+        if spec.arch[0] not in (9, 10):
+            return f"flash-attn-4 has forward and backward for SM90 and SM100, this is {spec.arch}"
+        if spec.dtype not in DTYPES:
+            return f"flash-attn-4 takes bf16 and fp16, not {spec.dtype}"
+        if spec.heads_q % spec.heads_kv:
+            return f"{spec.heads_q=} is not a multiple of {spec.heads_kv=}"
+        dims = (spec.dk, spec.dv)
+        if any(d % 8 for d in dims):
+            return f"flash-attn-4 takes head dimensions in steps of 8: {spec.dk=}, {spec.dv=}"
+        if spec.arch[0] == 9 and max(dims) > 256:
+            return f"flash-attn-4 takes head dimensions up to 256 on SM90: {spec.dk=}, {spec.dv=}"
+        if spec.arch[0] == 10 and max(dims) > 128 and dims not in ((192, 128), (256, 256)):
+            return (
+                f"flash-attn-4 takes head dimensions up to 128, (192, 128) and (256, 256) "
+                f"on SM100: {spec.dk=}, {spec.dv=}"
+            )
+        return None
+
+    def attend(
+        self, box: Band, scale: float, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        with _LAUNCH:
+            out, lse, *_ = self._library._flash_attn_fwd(
+                q, k, v, softmax_scale=scale, return_lse=True, **_mask(box)
+            )
+        return out, lse
+
+    def differentiate(
+        self, box: Band, scale: float, rows: Rows, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with _LAUNCH:
+            dq, dk, dv = self._library._flash_attn_bwd(
+                aligned(rows.q),
+                k,
+                v,
+                aligned(rows.out),
+                aligned(rows.dout),
+                rows.lse,
+                softmax_scale=scale,
+                dlse=rows.dlse,
+                deterministic=self.deterministic,
+                **_mask(box),
+            )
+        return dq, dk, dv
+
+
+class NondeterministicFa4Kernel(Fa4Kernel):
+    """The same with dQ summed by atomics."""
+
+    name = "fa4-nondeterministic"
+    deterministic = False
+
+
+def _mask(box: Band) -> dict[str, int | bool | None]:
+    left, right = window(box)
+    if left is None and right == 0:
+        return {"causal": True}
+    return {"window_size_left": left, "window_size_right": right}
