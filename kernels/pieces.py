@@ -39,6 +39,18 @@ def is_masked(piece: Band) -> bool:
     return not is_full(piece) and not is_causal(piece)
 
 
+def boxes(band: Band, side: int) -> Iterator[Band]:
+    """Disjoint parts of ``band`` with at most ``side`` rows and keys each, in order of both."""
+    for a in range(band.q0, band.q1, side):
+        rows = band.within(a, a + side, band.k0, band.k1)
+        if rows is None:
+            continue  # nothing is left out: the band holds no pair of these rows
+        for b in range(rows.k0, rows.k1, side):
+            box = rows.within(rows.q0, rows.q1, b, b + side)
+            if box is not None:
+                yield box
+
+
 def pieces(band: Band) -> Iterator[Band]:
     """Disjoint pieces whose union is ``band``, rows ascending, keys ascending within a row tile."""
     whole = band.trimmed()
