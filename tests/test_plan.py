@@ -68,8 +68,31 @@ def test_tasks_are_what_they_say(plan: Plan) -> None:
 def test_tasks_and_ranges_come_in_chunk_order_whatever_the_bands_order() -> None:
     """The first band reaches the second chunk only."""
     mask = Mask(4, 8, ((Band(0, 2, 4, 8), Band(2, 4, 0, 4)),))
-    step = Plan(mask, sharding.contiguous(4, 1), sharding.zigzag(8, 1)).step(0, 0)
+    fresh, plan = (Plan(mask, sharding.contiguous(4, 1), sharding.zigzag(8, 1)) for _ in range(2))
+    step = plan.step(0, 0)
     assert [task.k_chunk for task in step.tasks] == [r.chunk for r in step.ranges] == [0, 1]
+    assert fresh.ranges(0, 0) == step.ranges
+
+
+def test_bounding_ranges_span_all_bands_whatever_their_order() -> None:
+    """In the second k chunk the first band (j <= i) begins below the second one (j > i)."""
+    mask = Mask(8, 8, ((Band(0, 8, 0, 8, None, 0), Band(1, 8, 0, 8, 1, None)),))
+    step = Plan(mask, sharding.contiguous(8, 1), sharding.zigzag(8, 1)).step(0, 0)
+    assert [(task.q, task.k) for task in step.tasks] == [((0, 8), (0, 4)), ((1, 8), (0, 4))]
+    mask = Mask(4, 8, ((Band(0, 2, 4, 8), Band(2, 4, 0, 4)),))
+    (task,) = Plan(mask, sharding.contiguous(4, 1), sharding.contiguous(8, 1)).step(0, 0).tasks
+    assert (task.q, task.k) == ((0, 4), (0, 8))
+
+
+@pytest.mark.parametrize("near", [0, 384])
+def test_records_span_the_needs_of_all_q_chunks(near: int) -> None:
+    """Two q chunks need the first and the last of four records, in either order."""
+    far = 384 - near
+    mask = Mask(256, 512, ((Band(0, 128, near, near + 128), Band(128, 256, far, far + 128)),))
+    fresh, plan = (
+        Plan(mask, sharding.zigzag(256, 1), sharding.contiguous(512, 1)) for _ in range(2)
+    )
+    assert plan.step(0, 0).ranges == fresh.ranges(0, 0) == (RecordRange(0, 0, 4),)
 
 
 @settings(max_examples=200)
