@@ -4,12 +4,12 @@
     backward:  the native backward with the merged (out, lse), delta = rowsum(out * dout) inside
 
 Bands become pieces (:mod:`ringfa4.kernels.pieces`): rectangles and top-left-causal boxes need no
-mask, and a masked piece has at most 256 rows. K and V are strided views into the records, neither
-expanded for GQA nor cast. What the native call does not do, and what is done about it:
+mask, and a masked piece has at most 256 rows. K and V are strided views into the records, not
+expanded for GQA, nor cast (only fp16 is, a piece at a time: :data:`COMPUTE`). What the native call
+does not do, and what is done about it:
 
 - one head dimension for all operands: narrower ones are padded with zeros, K and V piecewise;
-- no gradient into lse: columns added to out, dout and V lower out . dout by dlse
-  (:func:`_factors`);
+- no gradient into lse: columns [-1] in out, dlse in dout and 0 in V lower out . dout by dlse;
 - GQA in backward: one call for each query head of a group, as strided slices, summed in fp32;
 - a row without keys gives lse 0, not -inf; no keys at all crash the process: pieces have neither;
 - lse = -inf in backward gives NaN: such rows enter as zeros with lse = +inf, so P = 0;
@@ -47,7 +47,13 @@ from ringfa4.wire import EncodedShard
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+COMPUTE = {
+    torch.bfloat16: torch.bfloat16,
+    torch.float16: torch.float32,
+    torch.float32: torch.float32,
+}
+"""Input dtype -> dtype of the native call. fp16 runs in fp32: with the merged lse P is about 1/N,
+below fp16's normal range from 16K keys on, and the native fp16 backward has a tenth of fp32's rate."""
 
 SUMMED = 2048
 """Most rows, and most keys, of a native backward call, which sums dQ, dK, dV in the inputs' dtype.
@@ -92,25 +98,26 @@ class CpuKernel(BlockKernel):
     def supports(self, spec: KernelSpec) -> str | None:
         if spec.device != "cpu":
             return f"kernel 'cpu' computes on the CPU, the tensors are on {spec.device!r}"
-        if spec.dtype not in DTYPES:
-            return f"kernel 'cpu' takes {', '.join(map(str, DTYPES))}, not {spec.dtype}"
+        if spec.dtype not in COMPUTE:
+            return f"kernel 'cpu' takes {', '.join(map(str, COMPUTE))}, not {spec.dtype}"
         if spec.heads_q % spec.heads_kv:
             return f"{spec.heads_q=} is not a multiple of {spec.heads_kv=}"
         return None
 
     def prepare(self, q: Tensor, shard: Shard) -> CpuQueries:
-        return CpuQueries(q, shard, q.transpose(1, 2))
+        return CpuQueries(q, shard, q.to(COMPUTE[q.dtype]).transpose(1, 2))
 
     def prepare_backward(
         self, q: Tensor, shard: Shard, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None
     ) -> CpuBackward:
-        native = [x.to(q.dtype).transpose(1, 2) for x in (q, out, dout)]
+        native = [x.to(COMPUTE[q.dtype]).transpose(1, 2) for x in (q, out, dout)]
         spoilt = None
         if not all_finite(*native, lse, *([] if dlse is None else [dlse])):
             native, lse, dlse, spoilt = _silenced(native, lse, dlse)
         if dlse is not None:
-            minus, factor = _factors(dlse, q.dtype)
-            native[1:] = torch.cat([native[1], -minus], -1), torch.cat([native[2], factor], -1)
+            parts = _summands(dlse, native[0].dtype)
+            minus = parts.new_full((), -1).expand_as(parts)
+            native[1:] = torch.cat([native[1], minus], -1), torch.cat([native[2], parts], -1)
         queries = CpuBackward(q, shard, *native)
         queries.lse, queries.spoilt = lse, spoilt
         return queries
@@ -183,11 +190,8 @@ def _calls(
 def _keys_values(shard: EncodedShard, task: Task, piece: Band, width: int) -> tuple[Tensor, Tensor]:
     """K and V (b', heads_kv, m, width) of a piece."""
     k, v = shard.keys_values(task.k_chunk, piece.k0, piece.k1)
-    batch = _batch(task)
-    return (
-        _padded(k[batch].transpose(1, 2), width),
-        _padded(v[batch].transpose(1, 2), width),
-    )
+    k, v = (x[_batch(task)].to(COMPUTE[x.dtype]).transpose(1, 2) for x in (k, v))
+    return _padded(k, width), _padded(v, width)
 
 
 # ---- one piece, one native call (a group of them in backward) -----------------------------------
@@ -265,21 +269,13 @@ def _padded(x: Tensor, width: int) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _factors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two (..., n) in ``dtype`` with sum(left * right, -1) = x exactly; n = 1 in fp32, else 3.
-
-    Three significands of 8 (bf16) or 11 (fp16) bits hold the 24 of fp32. Each part is a significand
-    times a power of two, which both factors share evenly: so fp16 reaches from 2^-26 to 2^30.
-    """
-    left, right, rest = [], [], x.to(torch.float32)
+def _summands(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """(..., n) in ``dtype`` whose sum is x (fp32), exactly: n = 1 in fp32, 3 in bf16."""
+    parts, rest = [], x.to(torch.float32)
     for _ in range(1 if dtype == torch.float32 else 3):
-        fraction, exponent = torch.frexp(rest)
-        fraction = fraction.to(dtype).to(torch.float32)
-        half = torch.div(exponent, 2, rounding_mode="floor")
-        left.append(torch.ldexp(torch.ones_like(rest), half).to(dtype))
-        right.append(torch.ldexp(fraction, exponent - half).to(dtype))
-        rest = rest - torch.ldexp(fraction, exponent)
-    return torch.stack(left, -1), torch.stack(right, -1)
+        parts.append(rest.to(dtype))
+        rest = rest - parts[-1].to(torch.float32)
+    return torch.stack(parts, -1)
 
 
 # ---- the same when something is not finite ------------------------------------------------------

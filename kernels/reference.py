@@ -45,7 +45,7 @@ def allowed_pairs(bands: Sequence[Band], q0: int, q1: int, k0: int, k1: int) -> 
 def masked_matmul(weights: Tensor, allowed: Tensor, values: Tensor) -> Tensor:
     """weights @ values, where weights are 0 outside ``allowed`` and 0 * NaN counts as 0 there.
 
-    weights (..., n, m), allowed (n, m), values (..., m, d). A value that is not finite makes NaN of
+    weights and allowed (..., n, m), values (..., m, d). A value that is not finite makes NaN of
     the results it enters through an allowed pair, and of no other.
     """
     bad = ~torch.isfinite(values)
@@ -140,11 +140,9 @@ class ReferenceKernel(BlockKernel):
                 p = torch.exp(logits - lse).masked_fill(~live, 0)
                 dp = dout @ v.unsqueeze(2).mT
                 ds = (p * (dp - delta)).masked_fill(~live, 0) * scale
-                grads.add_dq(
-                    task.batch, rows, _ungrouped(masked_matmul(ds, allowed, k.unsqueeze(2)))
-                )
-                dk += masked_matmul(ds.mT, allowed.mT, q).sum(2)
-                dv += masked_matmul(p.mT, allowed.mT, dout).sum(2)
+                grads.add_dq(task.batch, rows, _ungrouped(masked_matmul(ds, live, k.unsqueeze(2))))
+                dk += masked_matmul(ds.mT, live.mT, q).sum(2)
+                dv += masked_matmul(p.mT, live.mT, dout).sum(2)
             k0, k1 = task.k
             grads.add_dkv(task.batch, task.k_chunk, k0, k1, dk.transpose(1, 2), dv.transpose(1, 2))
 

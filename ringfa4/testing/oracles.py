@@ -5,8 +5,8 @@
 
 One dense matrix, nothing tiled or merged, differentiable: autograd through :func:`attention` gives
 the true gradients, those into lse and sink included. A row without keys gives out 0, lse -inf (or
-sink) and zero gradients, never NaN. :func:`merge_partials` is the merge by its definition in the same
-sense. Memory is O(b h s^2): for tests.
+sink) and zero gradients, never NaN. :func:`merge_partials` is the merge by definition, likewise.
+Memory is O(b h s^2): for tests.
 """
 
 from __future__ import annotations
@@ -96,6 +96,39 @@ def attention_gradients(
     wanted = [q, k, v] if sink is None else [q, k, v, sink]
     dq, dk, dv, *rest = torch.autograd.grad(loss, wanted)
     return Truth(out.detach(), lse.detach(), dq, dk, dv, rest[0] if rest else None)
+
+
+def gradients_given(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of a part of an attention whose merged out and lse are given, written out.
+
+    P = exp(S - lse), 0 where lse = -inf;  dS = P (dO V^T - delta), delta = rowsum(out dout) - dlse.
+    With out and lse of the same keys these are the gradients of :func:`attention_gradients`.
+    """
+    q, k, v, out, dout = (x.to(torch.float64).transpose(1, 2) for x in (q, k, v, out, dout))
+    heads_kv, group = k.shape[1], q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    lse = lse.to(torch.float64).unsqueeze(-1)
+    live = allowed(mask).unsqueeze(1).to(q.device) & (lse != -torch.inf)
+    p = torch.exp((scale * (q @ k.mT) - lse).masked_fill(~live, -torch.inf))
+    delta = (out * dout).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta = delta - dlse.to(torch.float64).unsqueeze(-1)
+    ds = scale * p * (dout @ v.mT - delta)
+    by_group = (ds.mT @ q, p.mT @ dout)
+    dk, dv = (x.reshape(x.shape[0], heads_kv, group, *x.shape[2:]).sum(2) for x in by_group)
+    return (ds @ k).transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 def merge_partials(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
