@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ringfa4.kernels.cpu import _factors
 from ringfa4.kernels.interface import KernelSpec
 from ringfa4.kernels.native import NativeKernel, Rows, aligned, masks_pairs, window
 from ringfa4.mask import Band
@@ -103,11 +102,9 @@ class CudaAtenKernel(NativeKernel):
             dq, dk, dv = _differentiate_flash(box, scale, rows, k, v)
         if rows.dlse is None:
             return dq, dk, dv
-        # rowsum(out * dout) = -dlse, and dP = dout V^T = 0: this call's dS is P * dlse.
-        product, factor = (x.transpose(1, 2) for x in _factors(rows.dlse, k.dtype))
-        only = Rows(
-            rows.q, _padded(-product, k.shape[-1]), _padded(factor, k.shape[-1]), rows.lse, None
-        )
+        # rowsum(out * dout) = -dlse and dP = dout V^T = 0, so the dS of this call is P * dlse.
+        parts = _padded(_summands(rows.dlse, k.dtype).transpose(1, 2), k.shape[-1])
+        only = Rows(rows.q, torch.full_like(parts, -1), parts, rows.lse, None)
         more_dq, more_dk, _ = _differentiate_flash(box, scale, only, k, torch.zeros_like(k))
         wide = torch.float32
         return dq.to(wide) + more_dq.to(wide), dk.to(wide) + more_dk.to(wide), dv
@@ -172,6 +169,15 @@ def _differentiate_cudnn(
         scale=scale,
     )
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _summands(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """(..., 3) in ``dtype`` that sum to x (fp32): three significands of 8 bits hold its 24."""
+    parts, rest = [], x
+    for _ in range(3):
+        parts.append(rest.to(dtype))
+        rest = rest - parts[-1].to(torch.float32)
+    return torch.stack(parts, -1)
 
 
 def _padded(x: Tensor, width: int) -> Tensor:

@@ -1,0 +1,96 @@
+"""The block kernels of NVIDIA GPUs, held to the kernel contract on the card."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_contract import Case, GradSums, KernelContract
+from torch import Tensor
+
+from ringfa4 import mask as masks
+from ringfa4.errors import MissingLibraryError
+from ringfa4.kernels.cuda_aten import CUDNN_PAIRS, _for_cudnn
+from ringfa4.kernels.interface import KernelSpec
+from ringfa4.kernels.registry import load_kernel
+from ringfa4.mask import Band
+
+pytestmark = pytest.mark.gpu
+
+
+class OnCuda(KernelContract):
+    device = "cuda"
+    dtypes = (torch.bfloat16, torch.float16)
+
+    def test_supports_what_it_is_tested_on(self) -> None:
+        spec = KernelSpec(
+            "cuda", torch.cuda.get_device_capability(), self.dtypes[0], "bf16", *self.heads,
+            *self.head_dims, frozenset({"lo", "hi", "many"}), True,
+        )  # fmt: skip
+        kernel = self.make()
+        assert kernel.supports(spec) is None
+        assert "heads_q" in (kernel.supports(replace(spec, heads_q=3)) or "")
+        assert "float32" in (kernel.supports(replace(spec, dtype=torch.float32)) or "")
+        assert "dk=84" in (kernel.supports(replace(spec, dk=84)) or "")
+        assert "cpu" in (kernel.supports(replace(spec, device="cpu", arch=None)) or "")
+
+    @pytest.mark.parametrize("dlse", [False, True])
+    def test_large(self, dlse: bool) -> None:
+        """Many tiles a call, and for cuda_aten the sizes that go to cuDNN."""
+        self.check(self.case(masks.causal(2304), batch=1, chunks=1, dlse=dlse))
+        self.check(self.case(masks.full(2048, 2176), batch=1, chunks=1, dims=(128, 128)))
+
+
+class TestCudaAten(OnCuda):
+    kernel = "cuda_aten"
+
+    def backward(
+        self, case: Case, out: Tensor, lse: Tensor, grads: GradSums | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Under torch's switch, which this kernel's gradients need in order to repeat."""
+        torch.use_deterministic_algorithms(True)
+        try:
+            return super().backward(case, out, lse, grads)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    def test_cudnn_computes_gradients_without_the_switch(self) -> None:
+        case = self.case(masks.causal(2304), batch=1, chunks=1)
+        out, lse = self.forward(case)
+        results = super().backward(case, out, lse)
+        for name, got in zip(("dq", "dk", "dv"), results, strict=True):
+            self.judge(name, got, case)
+
+    def test_what_goes_to_cudnn(self) -> None:
+        side = int(CUDNN_PAIRS**0.5)
+        wide = torch.empty(1, 1, 1, 128)
+        assert _for_cudnn(Band(0, side, 0, side), wide, wide)
+        assert _for_cudnn(Band(0, side, 0, side, None, 0), wide, wide)
+        assert not _for_cudnn(Band(0, side, 0, side + 1, None, 0), wide, wide)
+        assert not _for_cudnn(Band(0, side, 0, side, -9, None), wide, wide)
+        assert not _for_cudnn(Band(0, side - 1, 0, side), wide, wide)
+        assert not _for_cudnn(Band(0, side, 0, side), wide, torch.empty(1, 1, 1, 192))
+
+
+class TestFa4(OnCuda):
+    kernel = "fa4"
+
+    @pytest.fixture(autouse=True)
+    def _installed(self) -> None:
+        try:
+            load_kernel(self.kernel)
+        except MissingLibraryError as error:
+            pytest.skip(str(error))
+
+
+class TestFa4Nondeterministic(TestFa4):
+    """What the fast sum of dQ changes is repetition alone, so one mask is enough."""
+
+    kernel = "fa4-nondeterministic"
+
+    def test_repeats_to_the_bit(self) -> None:
+        case = self.case(masks.window(self.seq, left=40))
+        first, second = self.forward(case), self.forward(case)
+        for a, b in zip(first, second, strict=True):
+            assert torch.equal(a, b)
