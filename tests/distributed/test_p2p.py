@@ -69,6 +69,13 @@ def test_a_killed_peer_is_named(where: str) -> None:
             assert f"rank {culprit}: connection lost" in outcome.message, outcome
 
 
+def test_a_report_reaches_a_rank_that_waits_for_data() -> None:
+    """By polling: the connection it waits on is sound."""
+    with gloo_pool(2) as pool:
+        said = pool.run("distributed.work_p2p:report_only", {"culprit": 0})
+    assert said == ["reported", "rank 0: out of memory (noticed in step 1)"]
+
+
 def test_no_thread_stays_after_a_failure() -> None:
     """A wait in gloo lasts until its timeout unless the connections are closed."""
     arguments = {

@@ -209,3 +209,23 @@ def gather_after_report() -> str:
     except ContextBrokenError as error:
         return str(error)
     return "gathered"
+
+
+def report_only(culprit: int) -> str:
+    """``culprit`` reports a failure but keeps its data connections; what a rank waiting there
+    gets."""
+    transport, control = opened(contract.LONG_S)
+    exchange = transport.open(contract.full(transport.world, 256, backward=False)[transport.rank])
+    exchange.publish()
+    if transport.rank == culprit:
+        control.report("out of memory")
+        dist.barrier()
+        return "reported"
+    try:
+        exchange.fetch(1).wait()
+    except PeerError as error:
+        dist.barrier()
+        transport.abort(str(error))
+        control.close()
+        return str(error)
+    return "nothing happened"
