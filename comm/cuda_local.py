@@ -1,0 +1,126 @@
+"""Virtual ranks on one GPU: all ranks are threads of one process, the streams are those of many
+GPUs.
+
+    set    record an event on the lane, note (value, event) at the peers
+    wait   the host waits until the peer noted it, then the lane waits for the event
+
+The protocol is :mod:`ringfa4.comm.pull`'s to the letter; only a flag is an event here instead of a
+word in memory. Tens of streams share the few hardware queues of one GPU, and a stream that waits
+for a word blocks whatever is behind it in its queue, perhaps the work that would set the word. An
+event that was recorded before it is waited for cannot do that.
+
+The host waits only for other hosts to enqueue, never for the device. A peer that fails is seen in
+that wait, as PeerError; there is no watchdog.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ringfa4.comm.arena import aligned_empty
+from ringfa4.comm.local import LocalWorld
+from ringfa4.comm.pull import Engine, Flag, Lane, Mark, Memory, PullTransport, Signals
+from ringfa4.comm.streams import CudaEngine
+from ringfa4.errors import PeerError
+
+
+class SharedSpace:
+    """What the virtual ranks of one world share beside its control channel."""
+
+    def __init__(self, world: LocalWorld) -> None:
+        self.world = world
+        ranks = range(world.world)
+        self.flags: list[dict[tuple[Flag, int], tuple[int, Mark]]] = [{} for _ in ranks]
+        """Of each rank: (flag, peer) -> value and when it was set; guarded by that rank's
+        condition."""
+        self.pieces: list[list[Tensor | None]] = [[] for _ in ranks]
+        """Of each rank: what it allocated, in order; None once it is freed."""
+
+
+class SharedMemory(Memory):
+    """Ordinary memory of one device; everybody in the process can address it."""
+
+    def __init__(self, space: SharedSpace, rank: int, device: torch.device) -> None:
+        self._space, self._rank, self._device = space, rank, device
+
+    def allocate(self, nbytes: int) -> list[Tensor]:
+        world, pieces = self._space.world, self._space.pieces
+        own = world.ranks[self._rank]
+        number = len(pieces[self._rank])
+        with own.changed:
+            pieces[self._rank].append(aligned_empty(nbytes, self._device))
+            own.changed.notify_all()
+        found = []
+        for peer in range(world.world):
+            there = functools.partial(lambda p, _: len(pieces[p]) > number, peer)
+            world.wait(self._rank, peer, there, "memory")
+            piece = pieces[peer][number]
+            assert piece is not None, f"rank {peer} freed allocation {number} before all had it"
+            found.append(piece)
+        return found
+
+    def free(self, pieces: list[Tensor]) -> None:
+        """The last reference does it."""
+        mine = self._space.pieces[self._rank]
+        at = next(i for i, piece in enumerate(mine) if piece is pieces[self._rank])
+        mine[at] = None
+
+
+class EventSignals(Signals):
+    """Flags as events that were recorded before anybody waits for them."""
+
+    def __init__(self, space: SharedSpace, rank: int) -> None:
+        self.lost: PeerError | None = None
+        self._space, self._rank = space, rank
+        self._reason: str | None = None
+
+    def set(self, lane: Lane, flag: Flag, peers: Sequence[int], value: int) -> None:
+        mark = lane.record()
+        for peer in peers:
+            changed = self._space.world.ranks[peer].changed
+            with changed:
+                self._space.flags[peer][flag, self._rank] = (value, mark)
+                changed.notify_all()
+
+    def wait(
+        self, lane: Lane, flag: Flag, peers: Sequence[int], value: int, what: str, step: int | None
+    ) -> None:
+        flags = self._space.flags[self._rank]
+        for peer in peers:
+            there = functools.partial(
+                lambda key, _: flags.get(key, (0, None))[0] >= value, (flag, peer)
+            )
+            self._space.world.wait(
+                self._rank,
+                self._rank,
+                there,
+                what,
+                late=peer,
+                step=step,
+                broken=lambda: self._reason,
+            )
+            lane.after(flags[flag, peer][1])
+
+    def release(self) -> None:
+        self._reason = "the transport was aborted"
+        self._space.world.wake()
+
+    def close(self) -> None:
+        """Events need no release."""
+
+
+def local_pull_transport(space: SharedSpace, rank: int, engine: Engine) -> PullTransport:
+    """Transport of virtual rank ``rank`` on the device of ``engine``."""
+    memory = SharedMemory(space, rank, engine.device)
+    control = space.world.control(rank)
+    return PullTransport("local", control, engine, memory, EventSignals(space, rank))
+
+
+def cuda_transport(space: SharedSpace, rank: int, device: torch.device) -> PullTransport:
+    """Transport of virtual rank ``rank`` on a GPU; called in the rank's thread, on the rank's
+    stream."""
+    return local_pull_transport(space, rank, CudaEngine(device))

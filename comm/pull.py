@@ -1,0 +1,477 @@
+"""Pull transports: peers read an outbox in memory that everybody can address, ordered on streams.
+
+    publish   call c complete:        set PUBLISHED[me] = c + 1 at every peer
+    fetch     pull lane:              wait PUBLISHED[source] >= c + 1, copy from its outbox[c % 2]
+    dK/dV i   push lane:              wait PUBLISHED[owner] >= c + 1 and RELEASED[owner] >= (c, i -
+    2),
+                                      copy into its inbox[i % 2], set DELIVERED[me] = (c, i) there
+    owner     current lane:           wait DELIVERED[sender] >= (c, i), add,
+                                      set RELEASED[me] = (c, i) at the sender of contribution i + 2
+    open      current lane:           wait PUBLISHED[everybody] >= c, then outbox[c % 2] may be
+    written
+
+The publications of a call are its barrier, taken apart: a rank *arrives* when it sets its flag, and
+each wait names only those it needs. A rank sets PUBLISHED for call c + 1 after its last pull and
+its last inbox read of call c, in stream order; so whoever has seen everybody's flag of call c - 1
+may overwrite the outbox of call c - 2, and an owner whose flag is c + 1 has a free inbox.
+
+A *lane* is a queue of work in order, as a CUDA stream is: "current" is where the caller computes,
+pull and push run beside it. Nothing here waits on the host, except growing the arena and close. A
+view is reused by the second following fetch, which waits for what the current lane had queued by
+then.
+
+What differs between backends is behind :class:`Memory` (who maps the pieces), :class:`Signals` (how
+a flag is set and waited for) and :class:`Engine` (lanes of a device). All waits of a rank are for
+something its peers queue strictly earlier in the order of the protocol, so lanes may share a
+hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1`` included) without deadlock.
+
+Left out: peers that cannot be addressed (other hosts without NVLink between them); torch_p2p is for
+them.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ringfa4.comm.arena import ALIGNMENT, Slots
+from ringfa4.comm.interface import (
+    Contribution,
+    Control,
+    Exchange,
+    Handle,
+    Schedule,
+    StepTransfers,
+    Transfer,
+    Transport,
+    require_gather_arguments,
+)
+from ringfa4.errors import ContextBrokenError, PeerError
+
+POLL_S = 0.001
+"""How often the host looks at a mark, in the rare places where it waits for one."""
+
+
+class Flag(IntEnum):
+    """What a rank tells a peer. Every flag has one writer and only ever counts up."""
+
+    PUBLISHED = 0
+    DELIVERED = 1
+    RELEASED = 2
+
+
+def stamp(call: int, index: int) -> int:
+    """Value of DELIVERED and RELEASED for contribution ``index`` of ``call``: grows with both."""
+    assert 0 <= index < (1 << 20) - 1, f"{index=}"
+    return (call << 20) + index + 1
+
+
+class Mark(Protocol):
+    """A point in a lane."""
+
+    def query(self) -> bool:
+        """Whether all work before it is done."""
+
+
+class Lane(ABC):
+    """A queue of work done in order. Methods only enqueue."""
+
+    @abstractmethod
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        """Copy bytes (1-D uint8, equal sizes); either may be a peer's."""
+
+    @abstractmethod
+    def fill(self, into: Tensor, byte: int) -> None:
+        """Set every byte (1-D uint8)."""
+
+    @abstractmethod
+    def record(self) -> Mark:
+        """A mark behind everything enqueued so far."""
+
+    @abstractmethod
+    def after(self, mark: Mark) -> None:
+        """Later work starts when ``mark`` is reached."""
+
+    @abstractmethod
+    def write(self, words: Sequence[Tensor], value: int) -> None:
+        """Set each word (int64 scalar, possibly a peer's), visible after all earlier work of the
+        lane."""
+
+    @abstractmethod
+    def wait(self, words: Sequence[Tensor], value: int) -> None:
+        """Later work starts when each word (int64 scalar of this rank) is at least ``value``."""
+
+
+class Engine(ABC):
+    """Lanes and memory of one device."""
+
+    device: torch.device
+
+    @abstractmethod
+    def current(self) -> Lane:
+        """Where the caller's work goes."""
+
+    @abstractmethod
+    def side(self) -> Lane:
+        """A new lane beside it, for copies."""
+
+    @abstractmethod
+    def require_no_capture(self) -> None:
+        """Raises RuntimeError under CUDA-graph capture: which buffer is used is host state."""
+
+    @abstractmethod
+    def enter_thread(self) -> None:
+        """Called once in a thread that will use lanes."""
+
+    @abstractmethod
+    def host_copy(self, words: Tensor) -> Callable[[], list[list[int]]]:
+        """A function that returns what ``words`` (2-D int64) hold, or held a little earlier;
+        never waits long."""
+
+
+class Memory(ABC):
+    """Memory of equal size on every rank, each piece addressable by all."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> list[Tensor]:
+        """Every rank's piece as this rank addresses it (uint8, 128-byte aligned, undefined).
+        Collective."""
+
+    @abstractmethod
+    def free(self, pieces: list[Tensor]) -> None:
+        """Nobody uses ``pieces`` any more. Collective."""
+
+
+class Signals(ABC):
+    """Flags between ranks."""
+
+    lost: PeerError | None
+    """A peer that was lost after its wait had been enqueued."""
+
+    @abstractmethod
+    def set(self, lane: Lane, flag: Flag, peers: Sequence[int], value: int) -> None:
+        """At every rank of ``peers``, raise this rank's ``flag`` to ``value`` after the lane's
+        work so far."""
+
+    @abstractmethod
+    def wait(
+        self, lane: Lane, flag: Flag, peers: Sequence[int], value: int, what: str, step: int | None
+    ) -> None:
+        """Later work of ``lane`` starts when every peer's ``flag`` is at least ``value``.
+
+        May block the host until a peer has enqueued setting it, and then raises PeerError.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let every wait pass, now and later: the call has failed. Idempotent."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Nothing is waited for any more. Collective after a clean run."""
+
+
+class _Arena:
+    """The symmetric part: two outboxes and two inbox slots on every rank, one allocation."""
+
+    def __init__(self, pieces: list[Tensor], outbox: int, inbox: int) -> None:
+        self.pieces, self.outbox_bytes, self.inbox_bytes = pieces, outbox, inbox
+
+    @classmethod
+    def size(cls, outbox: int, inbox: int) -> int:
+        return 2 * (outbox + inbox)
+
+    def outbox(self, rank: int, call: int) -> Tensor:
+        start = call % 2 * self.outbox_bytes
+        return self.pieces[rank][start : start + self.outbox_bytes]
+
+    def inbox(self, rank: int, index: int) -> Tensor:
+        start = 2 * self.outbox_bytes + index % 2 * self.inbox_bytes
+        return self.pieces[rank][start : start + self.inbox_bytes]
+
+
+class PullTransport(Transport):
+    """Data path of one rank; see the module."""
+
+    def __init__(
+        self, name: str, control: Control, engine: Engine, memory: Memory, signals: Signals
+    ) -> None:
+        self.name, self.rank, self.world = name, control.rank, control.world
+        self.device, self.engine, self.signals = engine.device, engine, signals
+        self._control, self._memory = control, memory
+        self.peers = [r for r in range(self.world) if r != self.rank]
+        self.pull, self.push = engine.side(), engine.side()
+        self.arena = _Arena([], 0, 0)
+        self.fetched, self.outgoing = Slots(2, engine.device), Slots(2, engine.device)
+        self.pushed: list[Mark | None] = [None, None]
+        """When each outgoing slot was last read by a push."""
+        self.last_reads: list[Mark] = []
+        """What the next publication must come after."""
+        self.calls = 0
+        self.in_call = False
+        self._broken: str | None = None
+
+    def ready(self, schedule: Schedule) -> bool:
+        return (
+            schedule.outbox_bytes <= self.arena.outbox_bytes
+            and schedule.grad_bytes <= self.arena.inbox_bytes
+            and schedule.fetch_bytes <= self.fetched.capacity
+            and schedule.grad_bytes <= self.outgoing.capacity
+        )
+
+    def open(self, schedule: Schedule) -> Exchange:
+        self.require_usable()
+        self.engine.require_no_capture()
+        schedule.require_valid(self.rank, self.world)
+        assert not self.in_call, "finish() of the last call comes first"
+        if not self.ready(schedule):
+            self._grow(schedule)
+        call, self.calls = self.calls, self.calls + 1
+        self.in_call = True
+        if call >= 2:
+            what = f"arrival in call {call - 1}"
+            self.wait(self.engine.current(), Flag.PUBLISHED, self.peers, call, what)
+        return PullExchange(self, schedule, call)
+
+    def _grow(self, schedule: Schedule) -> None:
+        """Replace the arena by one that is large enough. Every rank grows in the same call."""
+        self._drain()
+        self._meet("grow")
+        self._free_arena()
+        outbox = max(_aligned(schedule.outbox_bytes), self.arena.outbox_bytes)
+        inbox = max(_aligned(schedule.grad_bytes), self.arena.inbox_bytes)
+        size = _Arena.size(outbox, inbox)
+        self.arena = _Arena(self._memory.allocate(size) if size else [], outbox, inbox)
+        self.fetched.grow(schedule.fetch_bytes)
+        self.outgoing.grow(schedule.grad_bytes)
+
+    def _free_arena(self) -> None:
+        pieces, self.arena.pieces = self.arena.pieces, []
+        if pieces:
+            self._memory.free(pieces)
+
+    def all_gather(self, local: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        self.require_usable()
+        require_gather_arguments(local, sizes, self.rank, self.world)
+        sources = [(self.rank - t) % self.world for t in range(self.world)]
+        steps = [
+            StepTransfers(receive=Transfer(r, ((0, sizes[r]),)) if t and sizes[r] else None)
+            for t, r in enumerate(sources)
+        ]
+        largest = max(sizes)
+        exchange = self.open(
+            Schedule(self.rank, self.world, local.numel(), largest, largest, 0, tuple(steps))
+        )
+        exchange.outbox().copy_(local)
+        exchange.publish()
+        parts = {self.rank: local.clone()}
+        for t, source in enumerate(sources[1:], 1):
+            view = exchange.fetch(t).wait()
+            parts[source] = local.new_empty(0) if view is None else view.clone()
+        exchange.finish()
+        return [parts[r] for r in range(self.world)]
+
+    def abort(self, reason: str) -> None:
+        """Waits on the device pass from now on; what was computed behind them is undefined."""
+        if self._broken is None:
+            self._broken = reason
+            self.signals.release()
+
+    def close(self) -> None:
+        if self._broken is None:
+            self._drain()
+            self._meet("close")
+            self._free_arena()
+            self.fetched, self.outgoing = Slots(2, self.device), Slots(2, self.device)
+            self.signals.close()
+        self._broken = self._broken or "it was closed"
+
+    def require_usable(self) -> None:
+        """Raises the PeerError of a lost peer once, ContextBrokenError after that."""
+        if self._broken is not None:
+            raise ContextBrokenError(f"the transport cannot be used: {self._broken}")
+        if self.signals.lost is not None:
+            self._broken = str(self.signals.lost)
+            raise self.signals.lost
+
+    def wait(
+        self,
+        lane: Lane,
+        flag: Flag,
+        peers: Sequence[int],
+        value: int,
+        what: str,
+        step: int | None = None,
+    ) -> None:
+        """As :meth:`Signals.wait`; an error breaks this transport."""
+        try:
+            self.signals.wait(lane, flag, peers, value, what, step)
+        except PeerError as error:
+            self.abort(str(error))
+            raise
+
+    def poison(self, lane: Lane, absent: Sequence[int], call: int) -> None:
+        """Make what a failed ``call`` still moves NaN: all-ones is NaN in every format on the wire.
+
+        ``absent`` have not published it: what their outboxes of its parity hold is older, and all
+        ranks have read that. Enqueued on ``lane``, from any thread.
+        """
+        if not self.arena.pieces:
+            return
+        targets = [self.arena.inbox(self.rank, i) for i in range(2)]
+        targets += [self.outgoing.take(i, self.outgoing.capacity) for i in range(2)]
+        targets += [self.arena.outbox(peer, call) for peer in absent]
+        for target in targets:
+            lane.fill(target, 0xFF)
+
+    def _drain(self) -> None:
+        """Host-wait until this rank's lanes are empty."""
+        for lane in (self.engine.current(), self.pull, self.push):
+            self._settle(lane.record(), "end of the last call")
+
+    def _settle(self, mark: Mark, what: str) -> None:
+        deadline = time.monotonic() + self._control.timeout_s
+        while not mark.query():
+            if self.signals.lost is not None:
+                self.require_usable()
+            if time.monotonic() > deadline:
+                self.abort(f"no {what} within {self._control.timeout_s:g} s")
+                raise PeerError(f"no {what} within {self._control.timeout_s:g} s")
+            time.sleep(POLL_S)
+
+    def _meet(self, what: str) -> None:
+        try:
+            messages = self._control.gather(f"{what} {self.calls}".encode())
+        except PeerError as error:
+            self.abort(str(error))
+            raise
+        assert len(set(messages)) == 1, f"ranks are in different calls: {messages}"
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class PullExchange(Exchange):
+    """One call of one rank."""
+
+    def __init__(self, transport: PullTransport, schedule: Schedule, call: int) -> None:
+        self.transport, self.schedule, self.call = transport, schedule, call
+        self._published = False
+        self._taken = 0
+        steps = schedule.steps
+        self._turns = {t: n for n, t in enumerate(t for t, s in enumerate(steps) if s.grad_out)}
+        """step -> how many contributions this rank sent before it."""
+        self._givers = [s.grad_in.peer for s in steps if s.grad_in is not None]
+
+    def _step(self, step: int) -> StepTransfers:
+        self.transport.require_usable()
+        assert 1 <= step < len(self.schedule.steps), f"no step {step}"
+        return self.schedule.steps[step]
+
+    def outbox(self) -> Tensor:
+        transport = self.transport
+        transport.require_usable()
+        if not transport.arena.pieces:  # no rank has records
+            return transport.fetched.take(0, 0)
+        return transport.arena.outbox(transport.rank, self.call)[: self.schedule.own_bytes]
+
+    def publish(self) -> None:
+        transport = self.transport
+        transport.require_usable()
+        here = transport.engine.current()
+        for mark in transport.last_reads:
+            here.after(mark)
+        transport.signals.set(here, Flag.PUBLISHED, transport.peers, self.call + 1)
+        self._published = True
+
+    def fetch(self, step: int) -> Handle:
+        receive = self._step(step).receive
+        assert self._published, "publish() comes before the first fetch"
+        if receive is None:
+            return PullHandle(self, None, None)
+        transport = self.transport
+        lane = transport.pull
+        # What read the view of step - 2 is in the current lane by now.
+        lane.after(transport.engine.current().record())
+        self._wait(lane, Flag.PUBLISHED, receive.peer, self.call + 1, "published records", step)
+        view = transport.fetched.take(step, receive.nbytes)
+        source = transport.arena.outbox(receive.peer, self.call)
+        at = 0
+        for offset, nbytes in receive.spans:
+            lane.copy(view[at : at + nbytes], source[offset : offset + nbytes])
+            at += nbytes
+        return PullHandle(self, view, lane.record())
+
+    def grad_slot(self, step: int) -> Tensor | None:
+        out = self._step(step).grad_out
+        if out is None:
+            return None
+        turn = self._turns[step]
+        pushed = self.transport.pushed[turn % 2]
+        if pushed is not None:
+            self.transport.engine.current().after(pushed)
+        return self.transport.outgoing.take(turn, out.nbytes)
+
+    def send_grads(self, step: int) -> None:
+        out = self._step(step).grad_out
+        if out is None:
+            return
+        transport, turn = self.transport, self._turns[step]
+        lane = transport.push
+        lane.after(transport.engine.current().record())
+        self._wait(lane, Flag.PUBLISHED, out.peer, self.call + 1, "arrival in the call", step)
+        if out.index >= 2:
+            free = f"free slot for contribution {out.index}"
+            self._wait(lane, Flag.RELEASED, out.peer, stamp(self.call, out.index - 2), free, step)
+        inbox = transport.arena.inbox(out.peer, out.index)[: out.nbytes]
+        lane.copy(inbox, transport.outgoing.take(turn, out.nbytes))
+        transport.signals.set(lane, Flag.DELIVERED, [out.peer], stamp(self.call, out.index))
+        transport.pushed[turn % 2] = lane.record()
+
+    def contributions(self, step: int) -> Iterator[Contribution]:
+        given = self._step(step).grad_in
+        if given is None:
+            return
+        transport, what = self.transport, f"contribution {given.index}"
+        here = transport.engine.current()
+        self._wait(here, Flag.DELIVERED, given.peer, stamp(self.call, given.index), what, step)
+        view = transport.arena.inbox(transport.rank, given.index)[: given.nbytes]
+        yield Contribution(given.peer, view, lambda: self._release(given.index))
+
+    def _release(self, index: int) -> None:
+        assert self._taken == index, f"contribution {index} released out of order"
+        self._taken = index + 1
+        if index + 2 < len(self._givers):
+            transport, value = self.transport, stamp(self.call, index)
+            here = transport.engine.current()
+            transport.signals.set(here, Flag.RELEASED, [self._givers[index + 2]], value)
+
+    def finish(self) -> None:
+        transport = self.transport
+        transport.require_usable()
+        assert self._taken == len(self._givers), f"{self._taken} of {len(self._givers)} taken"
+        transport.last_reads = [transport.engine.current().record(), transport.pull.record()]
+        transport.in_call = False
+
+    def _wait(self, lane: Lane, flag: Flag, peer: int, value: int, what: str, step: int) -> None:
+        self.transport.wait(lane, flag, [peer], value, what, step)
+
+
+class PullHandle(Handle):
+    """A pull under way; None for a step that receives nothing."""
+
+    def __init__(self, exchange: PullExchange, view: Tensor | None, mark: Mark | None) -> None:
+        self._exchange, self._view, self._mark = exchange, view, mark
+
+    def wait(self) -> Tensor | None:
+        self._exchange.transport.require_usable()
+        if self._mark is not None:
+            self._exchange.transport.engine.current().after(self._mark)
+        return self._view

@@ -1,0 +1,133 @@
+"""The pull protocol keeps the transport contract, on lanes that are threads and late at random.
+
+Two ways of signalling run: events, as for virtual ranks on one GPU, and words in memory with a
+watchdog, as for NVSHMEM and torch symmetric memory. Only copies and waits are the CPU's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transport_contract as contract
+from fake_streams import event_transport, word_transport
+from rings import Case, run
+from test_transports import InThreads
+
+from ringfa4.comm.interface import Control, Transport
+from ringfa4.comm.local import LocalTransport, run_ranks
+from ringfa4.comm.pull import Flag, PullTransport
+from ringfa4.errors import ContextBrokenError, PeerError
+from ringfa4.mask import causal
+
+Maker = Callable[..., PullTransport]
+
+
+def runner(make: Maker, late_s: float) -> Callable[..., list[Any]]:
+    """run_ranks over ``make``'s transports."""
+
+    def run_them(
+        world: int, fn: Callable[[int, Transport, Control], Any], timeout_s: float = 60.0
+    ) -> list[Any]:
+        def main(rank: int, local: LocalTransport, control: Control) -> Any:
+            transport = make(local.shared, rank, late_s)
+            try:
+                return fn(rank, transport, control)
+            except BaseException as error:
+                transport.abort(f"{type(error).__name__}: {error}")
+                raise
+
+        return run_ranks(world, main, timeout_s)
+
+    return run_them
+
+
+class PullContract(InThreads):
+    many_calls = 10
+
+    def run_reopened(self, world: int, times: int, body: Callable[..., Any], **kwargs: Any) -> None:
+        """Lanes end a moment after their transport, so the threads are counted with patience."""
+
+        def main(rank: int, transport: Transport, control: Control) -> None:
+            body(rank, transport, control, **kwargs)
+            transport.close()
+
+        before, patience = threading.active_count(), time.monotonic() + 10.0
+        for _ in range(times):
+            type(self).runner(world, main)
+        while threading.active_count() > before and time.monotonic() < patience:
+            time.sleep(0.01)
+        assert threading.active_count() <= before
+
+
+class TestEvents(PullContract):
+    runner = staticmethod(runner(event_transport, 0.004))
+
+
+class TestWords(PullContract):
+    runner = staticmethod(runner(word_transport, 0.004))
+
+
+@pytest.mark.parametrize("make", [event_transport, word_transport])
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_late_copies_leave_the_ring_bit_identical(make: Maker, world: int) -> None:
+    case = Case(mask=causal(256 * world), world=world, heads=(2, 1), dims=(16, 16))
+    want = run(case)
+    for late_s in (0.0, 0.005):
+        got = run(case, wrap=lambda local, s=late_s: make(local.shared, local.rank, s))
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_a_lost_peer_poisons_the_call_and_breaks_the_next() -> None:
+    """The waits pass, what was to be read is NaN, and the error names who was missing."""
+    timeout_s = 0.3
+
+    def main(rank: int, local: LocalTransport, control: Control) -> tuple[bool, str]:
+        transport = word_transport(local.shared, rank)
+        plans = contract.full(2, 1024, backward=False)
+        for call in range(2):
+            contract.make_call(transport, control, plans, call)
+        exchange = transport.open(plans[rank])
+        if rank == 1:
+            time.sleep(3 * timeout_s)  # never publishes
+            transport.abort("asleep")
+            return True, ""
+        exchange.publish()
+        handle = exchange.fetch(1)
+        view = handle._view
+        assert view is not None and handle._mark is not None
+        while not handle._mark.query():
+            time.sleep(0.01)
+        with pytest.raises(PeerError, match=r"rank 1: no published records within") as lost:
+            handle.wait()
+        with pytest.raises(ContextBrokenError):
+            exchange.finish()
+        return bool(torch.isnan(view.view(torch.bfloat16)).all()), str(lost.value)
+
+    all_nan, message = run_ranks(2, main, timeout_s)[0]
+    assert all_nan and "step 1" in message
+
+
+@pytest.mark.parametrize("forgotten", list(Flag))
+def test_each_flag_is_needed(forgotten: Flag, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting for any one of the flags, bytes arrive wrong: the contract sees it."""
+    real = PullTransport.wait
+
+    def careless(self: PullTransport, lane: Any, flag: Flag, *rest: Any) -> None:
+        if flag is not forgotten:
+            real(self, lane, flag, *rest)
+
+    def calls(rank: int, transport: Transport, control: Control) -> None:
+        plans = contract.full(5, 1024, backward=True)
+        for call in range(25):
+            pace = contract.drifting(rank, call, 0.01)
+            contract.make_call(transport, control, plans, call, pace=pace, agree=False)
+
+    runner(word_transport, 0.01)(5, calls, 20.0)
+    monkeypatch.setattr(PullTransport, "wait", careless)
+    with pytest.raises(AssertionError):
+        runner(word_transport, 0.01)(5, calls, 20.0)
