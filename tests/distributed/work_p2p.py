@@ -130,11 +130,15 @@ def left_thread_after(body: str, timeout_s: float, kwargs: dict[str, Any]) -> li
 
 
 def missing_at_start(timeout_s: float, culprit: int) -> str:
-    """``culprit`` never opens a transport; the message the others get."""
+    """``culprit`` never opens a transport; the message the others get.
+
+    On a group of its own: one on which ranks disagree about what they opened is lost.
+    """
+    group = dist.new_group(list(range(dist.get_world_size())))
     if dist.get_rank() == culprit:
         return ""
     try:
-        opened(timeout_s)
+        opened(timeout_s, group)
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     return "opened"
