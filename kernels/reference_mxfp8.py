@@ -23,14 +23,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ringfa4.kernels.interface import BlockKernel, KernelSpec, Queries
 from ringfa4.kernels.reference import allowed_pairs, masked_matmul
 from ringfa4.mx.formats import ALONG_D, ALONG_SEQ, BLOCK, BlockShape
 from ringfa4.mx.layout import Axis
 from ringfa4.mx.quantise import rounded
-from ringfa4.mx.wire import MXFP8, MXFP8_1X32, MxShard, MxWire
+from ringfa4.mx.wire import MXFP8, MXFP8_1X32, MxShard, MxWire, Which
 from ringfa4.plan import Task
 from ringfa4.shard import RECORD, Shard
 from ringfa4.state import Grads, State
@@ -63,7 +62,7 @@ class MxQueries(Queries):
         if (which, shape) not in self._rounded:
             x = (self.q if which == "q" else self.dout).to(torch.float32).transpose(1, 2)
             pieces = [
-                _rounded(x[:, :, self.rows(c, 0, chunk.count)], shape)
+                rounded(x[:, :, self.rows(c, 0, chunk.count)], shape)
                 for c, chunk in enumerate(self.shard.chunks)
             ]
             self._rounded[which, shape] = torch.cat(pieces, 2)
@@ -124,7 +123,7 @@ class ReferenceMxfp8Kernel(BlockKernel):
                     p = torch.exp(s - safe.unsqueeze(-1)).masked_fill(~allowed, 0)
                     weight = torch.exp(top - safe)
                     total = total * weight + p.sum(-1)
-                    product = masked_matmul(_rounded(p, ALONG_D), allowed, v_s[:, :, None, keys])
+                    product = masked_matmul(rounded(p, ALONG_D), allowed, v_s[:, :, None, keys])
                     acc = acc * weight.unsqueeze(-1) + product
                     top = new
                 state.merge_state(
@@ -164,9 +163,9 @@ class ReferenceMxfp8Kernel(BlockKernel):
                 p = torch.exp(scale * (qd @ k_d[:, :, None].mT) - lse).masked_fill(~live, 0)
                 dp = dod @ v_d[:, :, None].mT
                 ds = (p * (dp - delta)).masked_fill(~live, 0)
-                dv += masked_matmul(_rounded(p, ALONG_SEQ).mT, allowed.mT, dos).sum(2)
-                dk += masked_matmul(_rounded(ds, ALONG_SEQ).mT, allowed.mT, qs).sum(2)
-                dq = masked_matmul(_rounded(ds, ALONG_D), allowed, k_s[:, :, None])
+                dv += masked_matmul(rounded(p, ALONG_SEQ).mT, live.mT, dos).sum(2)
+                dk += masked_matmul(rounded(ds, ALONG_SEQ).mT, live.mT, qs).sum(2)
+                dq = masked_matmul(rounded(ds, ALONG_D), live, k_s[:, :, None])
                 own = max(q0, task.q[0])
                 dq = scale * _ungrouped(dq)[:, own - q0 :]
                 grads.add_dq(task.batch, queries.rows(task.q_chunk, own, q1), dq)
@@ -182,21 +181,13 @@ class ReferenceMxfp8Kernel(BlockKernel):
             )
 
 
-def _rounded(x: Tensor, shape: BlockShape) -> Tensor:
-    """``x`` (..., rows, cols) in MXFP8; incomplete blocks at the end are filled up with zeros."""
-    rows, cols = x.shape[-2:]
-    full = pad(x, (0, -cols % shape.cols, 0, -rows % shape.rows))
-    return rounded(full, shape)[..., :rows, :cols]
-
-
 def _first(task: Task) -> int:
     """First key computed: that of the block in which the task's first key lies."""
     return task.k[0] // BLOCK * BLOCK
 
 
-def _operand(shard: MxShard, task: Task, which: str, along: Axis) -> Tensor:
+def _operand(shard: MxShard, task: Task, which: Which, along: Axis) -> Tensor:
     """fp32 (b', heads_kv, keys, d) of the task's keys, from :func:`_first` on."""
-    assert which in ("k", "v")
     x = shard.operand(which, along, task.k_chunk, _first(task), task.k[1], torch.float32)
     return x[_batch(task)].transpose(1, 2)
 

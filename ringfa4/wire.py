@@ -82,6 +82,10 @@ class RecordMap:
             raise AssertionError(f"token {token} of chunk {chunk} is outside {r}")
         return (base - r.start) * RECORD + token
 
+    def packed(self, chunk: int) -> tuple[int, RecordRange]:
+        """First packed record of ``chunk``, and which of its records are here."""
+        return self._base[chunk]
+
     def tokens(self) -> list[tuple[int, int, int]]:
         """(chunk, first token, token past the last) for each range, without the padding."""
         return [
@@ -240,7 +244,9 @@ def wire_format(name: str | None, dtype: torch.dtype) -> WireFormat:
         if dtype not in PLAIN:
             raise ValueError(f"no wire carries {dtype}; choose one of {sorted(map(str, PLAIN))}")
         return PLAIN[dtype]
-    table: dict[str, WireFormat] = {w.name: w for w in PLAIN.values()}
+    from ringfa4.mx.wire import MXFP8, MXFP8_1X32  # it builds on this module
+
+    table: dict[str, WireFormat] = {w.name: w for w in (*PLAIN.values(), MXFP8, MXFP8_1X32)}
     if name not in table:
         raise ValueError(f"unknown wire {name!r}; there are {sorted(table)}")
     return table[name]

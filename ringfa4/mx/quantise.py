@@ -23,6 +23,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ringfa4.mx.formats import E4M3, E8M0, BlockShape, ScaleRounding
 
@@ -152,6 +153,10 @@ def dequantise(payload: Tensor, scales: Tensor, shape: BlockShape, dtype: torch.
 
 
 def rounded(x: Tensor, shape: BlockShape, rounding: ScaleRounding = ScaleRounding.RCEIL) -> Tensor:
-    """``x`` (fp32) as a kernel that reads it in MXFP8 sees it."""
-    coded = quantise(x, shape, rounding)
-    return dequantise(coded.payload, coded.scales, shape, torch.float32)
+    """``x`` (fp32) as a kernel that reads it in MXFP8 sees it; incomplete blocks at the end are
+    filled up with zeros.
+    """
+    rows, cols = x.shape[-2:]
+    coded = quantise(pad(x, (0, -cols % shape.cols, 0, -rows % shape.rows)), shape, rounding)
+    values = dequantise(coded.payload, coded.scales, shape, torch.float32)
+    return values[..., :rows, :cols]

@@ -21,35 +21,27 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ringfa4.kernels.interface import BlockKernel, KernelSpec, Queries
 from ringfa4.kernels.reference import ReferenceQueries, allowed_pairs, masked_matmul
+from ringfa4.mx import quantise
+from ringfa4.mx.formats import ALONG_D, E4M3
 from ringfa4.plan import Task
 from ringfa4.shard import Shard
 from ringfa4.state import Grads, State
 from ringfa4.wire import EncodedShard
 
-GROUP = 32
-"""Elements that share a scale."""
-
-E4M3_MAX = 448.0
-
 
 def to_e4m3(x: Tensor) -> Tensor:
     """Round to the nearest E4M3 value, saturating; NaN stays NaN. Result in fp64."""
-    clamped = x.to(torch.float32).clamp(-E4M3_MAX, E4M3_MAX)
+    clamped = x.to(torch.float32).clamp(-E4M3.max, E4M3.max)
     return clamped.to(torch.float8_e4m3fn).to(torch.float64)
 
 
 def rounded(x: Tensor, dim: int) -> Tensor:
-    """E4M3 with a scale 2^floor(log2(amax)) - 8 for each GROUP elements along ``dim`` (OCP MX)."""
-    size = x.shape[dim]
-    last = x.to(torch.float64).movedim(dim, -1)
-    groups = functional.pad(last, (0, -size % GROUP)).unflatten(-1, (-1, GROUP))
-    amax = groups.nan_to_num(0.0, 0.0, 0.0).abs().amax(-1, keepdim=True)
-    scale = torch.exp2(torch.floor(torch.log2(amax.masked_fill(amax == 0, 1))) - 8)
-    return (to_e4m3(groups / scale) * scale).flatten(-2)[..., :size].movedim(-1, dim)
+    """MXFP8 with a scale for each 32 elements along ``dim``. Result in fp64."""
+    last = x.to(torch.float32).movedim(dim, -1)
+    return quantise.rounded(last, ALONG_D).to(torch.float64).movedim(-1, dim)
 
 
 class LowPrecisionKernel(BlockKernel):
