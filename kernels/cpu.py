@@ -53,7 +53,7 @@ COMPUTE = {
     torch.float32: torch.float32,
 }
 """Input dtype -> dtype of the native call. fp16 runs in fp32: with the merged lse P is about 1/N,
-below fp16's normal range from 16K keys on, and the native fp16 backward has a tenth of fp32's rate."""
+below fp16's normal range from 16K keys on; and the native fp16 backward is ten times slower."""
 
 SUMMED = 2048
 """Most rows, and most keys, of a native backward call, which sums dQ, dK, dV in the inputs' dtype.
