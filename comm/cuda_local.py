@@ -16,7 +16,8 @@ that wait, as PeerError; there is no watchdog.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch import Tensor
 from ringfa4.comm.arena import aligned_empty
 from ringfa4.comm.local import LocalWorld
 from ringfa4.comm.pull import Engine, Flag, Lane, Mark, Memory, PullTransport, Signals
-from ringfa4.comm.streams import CudaEngine
+from ringfa4.comm.streams import CudaEngine, CudaLane
 from ringfa4.errors import PeerError
 
 
@@ -120,7 +121,28 @@ def local_pull_transport(space: SharedSpace, rank: int, engine: Engine) -> PullT
     return PullTransport("local", control, engine, memory, EventSignals(space, rank))
 
 
-def cuda_transport(space: SharedSpace, rank: int, device: torch.device) -> PullTransport:
-    """Transport of virtual rank ``rank`` on a GPU; called in the rank's thread, on the rank's
-    stream."""
-    return local_pull_transport(space, rank, CudaEngine(device))
+def virtual_ranks(
+    world: LocalWorld, device: torch.device
+) -> Callable[[int], AbstractContextManager[PullTransport]]:
+    """rank -> its transport, for use inside the rank's thread; called in the thread that made the
+    inputs.
+
+    Each rank computes on a stream of its own that starts after what the caller's stream holds now.
+    Autograd runs in the rank's thread: its own thread of a device would run one rank's backward at
+    a time, and the others' would never join it.
+    """
+    engine, space = CudaEngine(device), SharedSpace(world)
+    before = engine.current().record()
+
+    @contextmanager
+    def stage(rank: int) -> Iterator[PullTransport]:
+        engine.enter_thread()
+        stream = torch.cuda.Stream(engine.device)
+        CudaLane(stream).after(before)
+        try:
+            with torch.cuda.stream(stream), torch.autograd.set_multithreading_enabled(False):
+                yield local_pull_transport(space, rank, engine)
+        finally:
+            torch.cuda.synchronize(engine.device)
+
+    return stage

@@ -9,7 +9,8 @@ A rank's progress is guarded by its own condition variable, on which those sleep
 72 ranks do not wake each other for nothing, and nobody spins. Every wait ends after ``timeout_s``,
 and at once when a peer reports a failure.
 
-Left out: overlap (a copy runs in the reader's ``wait``, on the cores that compute) and CUDA.
+Left out: overlap (a copy runs in the reader's ``wait``, on the cores that compute). Virtual ranks
+on one GPU overlap: they are :mod:`ringfa4.comm.cuda_local`, and :func:`run_ranks` runs both.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -372,9 +374,15 @@ class LocalHandle(Handle):
 
 
 def run_ranks(
-    world: int, fn: Callable[[int, LocalTransport, LocalControl], T], timeout_s: float = 60.0
+    world: int,
+    fn: Callable[[int, Any, LocalControl], T],
+    timeout_s: float = 60.0,
+    device: torch.device | str = "cpu",
 ) -> list[T]:
     """``fn(rank, transport, control)`` in one thread a rank; the results by rank.
+
+    On a GPU every rank computes on a stream of its own (:mod:`ringfa4.comm.cuda_local`); it starts
+    after what the caller's stream holds, and the device is idle on return.
 
     A rank that raises is reported to the others. The first failure in time that is not the echo of
     another rank's is raised here, after every rank has ended or ``timeout_s`` has passed since.
@@ -389,15 +397,20 @@ def run_ranks(
     before = torch.get_num_threads()
     share = max(1, min(before, (os.cpu_count() or 1) // world))
 
+    stage = _stage(shared, torch.device(device))
+
     def main(rank: int) -> None:
-        transport, control = shared.transport(rank), shared.control(rank)
+        control = shared.control(rank)
         try:
-            results[rank] = fn(rank, transport, control)
+            with stage(rank) as transport:
+                try:
+                    results[rank] = fn(rank, transport, control)
+                except BaseException as error:
+                    transport.abort(f"{type(error).__name__}: {error}")
+                    raise
         except BaseException as error:
             errors.append(error)
-            reason = f"{type(error).__name__}: {error}"
-            control.report(reason)
-            transport.abort(reason)
+            control.report(f"{type(error).__name__}: {error}")
 
     threads = [
         threading.Thread(target=main, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -419,3 +432,14 @@ def run_ranks(
     if errors:
         raise next((e for e in errors if not isinstance(e, echoes)), errors[0])
     return [results[rank] for rank in range(world)]
+
+
+def _stage(
+    world: LocalWorld, device: torch.device
+) -> Callable[[int], AbstractContextManager[Transport]]:
+    """rank -> its transport, for use inside the rank's thread."""
+    if device.type == "cpu":
+        return lambda rank: nullcontext(world.transport(rank))
+    from ringfa4.comm.cuda_local import virtual_ranks
+
+    return virtual_ranks(world, device)
