@@ -1,19 +1,22 @@
 """What a block kernel is: local Q against records of one owner, into a running state.
 
-forward:   state <- state (+) partial( softmax over the keys of `tasks` )            (+ is ringfa4.state's merge)
-backward:  P = exp(scale * Q K^T - lse),  dS = P * (dO V^T - delta),  delta = rowsum(O * dO) - dlse
-           dQ += scale * dS K,  dK += scale * dS^T Q,  dV += P^T dO;   P = 0 where lse = -inf
+    forward    state <- state (+) partial(softmax over the keys of the tasks); (+) is State.merge
+    backward   P = exp(scale Q K^T - lse), 0 where lse = -inf
+               dS = P (dO V^T - delta),  delta = rowsum(O dO) - dlse
+               dQ += scale dS K,  dK += scale dS^T Q,  dV += P^T dO
 
-`lse`, `out`, `dout` are those of the *merged* attention, so P may be as small as 1/N: a kernel must not scale P by a constant
-when it rounds it. Shapes: q (b, s, heads_q, dk); out, dout (b, s, heads_q, dv); lse, dlse (b, heads_q, s) fp32, natural log.
-Query head h reads K/V head h // (heads_q // heads_kv); K and V are never expanded.
+lse, out, dout are those of the *merged* attention, so P may be as small as 1/N: a kernel that
+rounds P must not scale it by a constant. Shapes: q (b, s, heads_q, dk); out, dout
+(b, s, heads_q, dv); lse, dlse (b, heads_q, s), fp32, natural log. Query head h reads K/V head
+h // (heads_q // heads_kv); K and V are never expanded.
 
 Rules every kernel keeps (tests/kernel_contract.py checks them):
 - all work is on the current stream; operands live until the caller drops them;
-- tasks are computed in list order; within a call one work item owns a q tile's state (in backward a k tile's dK/dV): bitwise repeatable;
-- state and gradients are written on first use, never read before (``state.merge`` / ``grads.add`` track that);
-- rows and keys outside the tasks are not touched;
-- NaN in the data propagates to what depends on it and to nothing else.
+- tasks are computed in list order, and within a call one work item owns a q tile's state (in
+  backward a k tile's dK/dV): results repeat to the bit;
+- state and gradients are written on first use and never read before: State and Grads track it;
+- rows and keys outside the ranges of the tasks are not touched;
+- NaN in the data reaches what depends on it and nothing else.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ from ringfa4.wire import EncodedShard
 class KernelSpec:
     """What is asked of a kernel, complete: choosing depends on nothing else.
 
-    ``device`` is "cpu" or "cuda", ``arch`` the compute capability there (None on CPU); ``features`` is ``Mask.features``.
+    ``device`` is "cpu" or "cuda", ``arch`` the compute capability there (None on CPU);
+    ``features`` is ``Mask.features``.
     """
 
     device: str
@@ -82,16 +86,26 @@ class BlockKernel(ABC):
     def prepare_backward(
         self, q: Tensor, shard: Shard, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None
     ) -> Queries:
-        """Operands of the backward pass; ``lse`` and ``out`` are of the merged attention, sink included."""
+        """Operands of the backward pass; ``lse`` and ``out`` are merged over all keys, sink too."""
 
     @abstractmethod
     def forward(
-        self, queries: Queries, shard: EncodedShard, tasks: Sequence[Task], scale: float, state: State
+        self,
+        queries: Queries,
+        shard: EncodedShard,
+        tasks: Sequence[Task],
+        scale: float,
+        state: State,
     ) -> None:
         """Merge the partial attention of ``tasks`` into ``state``."""
 
     @abstractmethod
     def backward(
-        self, queries: Queries, shard: EncodedShard, tasks: Sequence[Task], scale: float, grads: Grads
+        self,
+        queries: Queries,
+        shard: EncodedShard,
+        tasks: Sequence[Task],
+        scale: float,
+        grads: Grads,
     ) -> None:
         """Add dQ, dK, dV of ``tasks`` into ``grads`` (fp32)."""

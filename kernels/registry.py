@@ -1,4 +1,4 @@
-"""Block kernels by name: a fixed table, so that a name on a command line can never import arbitrary code."""
+"""Block kernels by name: a fixed table, so that no name on a command line imports anything else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ KERNELS = {
 
 
 def load_kernel(name: str) -> BlockKernel:
-    """The kernel called ``name``. ValueError for unknown names; MissingLibraryError when its library is not installed."""
+    """The kernel called ``name``.
+
+    ValueError for unknown names; MissingLibraryError when its library is not installed.
+    """
     if name not in KERNELS:
         raise ValueError(f"unknown kernel {name!r}; there are {sorted(KERNELS)} and 'auto'")
     module, attribute = KERNELS[name].split(":")
