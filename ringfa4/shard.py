@@ -224,7 +224,8 @@ def balanced(mask: Mask, world: int, *, side: str = "q", block: int | None = Non
     The sequence (``side``: "q" or "k" of ``mask``) is cut into blocks; the largest areas (summed
     over the mask's rows) go first, each to the rank with the least area that still has room.
     Neighbouring blocks of a rank become one chunk. ``block`` None tries smaller and smaller blocks
-    (whole records, once a rank has 16) until tokens and areas are within 1%, or keeps the best.
+    (whole records, once a rank has 16; else a rank gets at most some 30 blocks, since every pair of
+    chunks is a task) until tokens and areas are within 1%, or keeps the best.
     """
     if side not in ("q", "k"):
         raise ValueError(f"{side=} is neither 'q' nor 'k'")
@@ -247,7 +248,9 @@ def balanced(mask: Mask, world: int, *, side: str = "q", block: int | None = Non
 
 def _block_sizes(seq: int, world: int) -> Iterator[int]:
     """For each octave of blocks a rank, the block size that spreads the tokens most evenly."""
-    unit = RECORD if seq >= 16 * RECORD * world else 1
+    unit = RECORD
+    while unit > 1 and seq < 16 * unit * world:
+        unit //= 2
     share = max(1, -(-seq // (world * unit)))  # units of a rank
 
     def most_tokens(size: int) -> tuple[int, int]:
