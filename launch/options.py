@@ -60,6 +60,7 @@ class Options:
     chunk: int | None
     sharding: str
     wire: str | None
+    precondition: str
     kernel: str
     transport: str
     dtype: str | None
@@ -135,6 +136,9 @@ def _parser() -> _Parser:
     how = parser.add_argument_group("how it is computed")
     how.add_argument("--sharding", choices=SHARDINGS, default="zigzag")
     how.add_argument("--wire", metavar="NAME", help="format of K and V under way")
+    how.add_argument(
+        "--precondition", metavar="NAME", default="none", help="none, hadamard, k-mean or both"
+    )
     how.add_argument("--kernel", metavar="NAME", default="auto")
     how.add_argument("--transport", metavar="NAME", default="auto")
     how.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")

@@ -31,6 +31,8 @@ from ringfa4.launch.peers import Peers
 from ringfa4.launch.probes import Idle, Paced
 from ringfa4.launch.tensorfile import TensorFile, create
 from ringfa4.launch.workload import Workload
+from ringfa4.mx.formats import E4M3, ElementFormat
+from ringfa4.mx.wire import MxWire
 from ringfa4.ops import checked
 from ringfa4.ring import Ring, backward, forward
 from ringfa4.trace import Observer, Recorder
@@ -89,6 +91,7 @@ def run_rank(
         sharding=options.sharding,
         wire=options.wire,
         kernel=options.kernel,
+        precondition=options.precondition,
     )
     shards = cp.problem.q_sharding, cp.problem.k_sharding
     q_shard, k_shard = (sharding.shards[peers.rank] for sharding in shards)
@@ -128,6 +131,8 @@ def run_rank(
             scale=work.scale,
             sink=sink,
             rows=options.check_rows,
+            blocks=half_ulp(E4M3) if isinstance(ring.wire, MxWire) else 0.0,
+            rotated=ring.precondition.hadamard,
         )
         report.verdicts = checker.run()
     if options.output is not None:
@@ -186,6 +191,11 @@ class _Measure:
 
     def _sum(self, x: float) -> float:
         return self.peers.sum(torch.tensor(float(x), dtype=torch.float64)).item()
+
+
+def half_ulp(element: ElementFormat) -> float:
+    """Largest relative error of rounding to ``element``."""
+    return 2.0 ** -(element.mantissa_bits + 1)
 
 
 def own_pairs(ring: Ring) -> int:

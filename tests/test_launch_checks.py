@@ -114,6 +114,19 @@ def test_one_per_cent_fails_in_fp32(name: str) -> None:
     assert name in failed
 
 
+def test_a_missing_chunk_fails_on_an_mxfp8_wire() -> None:
+    """Without the first 20 keys, out and lse are further off than blocks of E4M3 explain."""
+    mask = MASKS["causal"]
+    tensors, sink = problem(mask, torch.bfloat16)
+    gone = masks.Mask(200, 200, ((masks.Band(0, 200, 20, 200, None, 0),),))
+    out, lse = attention(tensors.q, tensors.k, tensors.v, gone, scale=SCALE, sink=sink)
+    wrong = dataclasses.replace(tensors, out=out.to(torch.bfloat16), lse=lse.float())
+    shards = (shardings.contiguous(200, 1),) * 2
+    for given, passed in ((tensors, True), (wrong, False)):
+        checker = Checker(Alone(), mask, shards, given, scale=SCALE, sink=sink, blocks=2.0**-4)
+        assert {v.passed for v in checker.query_rows()[:2]} == {passed}
+
+
 def test_a_missing_key_fails_in_bf16() -> None:
     """Row 60 attends to 61 keys; without one of them out is off by that key's share."""
     mask = MASKS["causal"]

@@ -49,6 +49,8 @@ def report(capsys: pytest.CaptureFixture[str], text: str) -> dict[str, object]:
         "--virtual-ranks 3 --documents 300,0,41,200 --backward --check --sink",
         "--seq 4099 --virtual-ranks 3 --sharding balanced --check",
         "--seq 3 --virtual-ranks 5 --backward --check",
+        "--seq 600 --virtual-ranks 2 --wire mxfp8 --precondition both --backward --check --sink",
+        "--seq 500 --virtual-ranks 2 --wire mxfp8-1x32 --kernel reference-mxfp8 --backward --check",
         "--seq 300 --seq-k 200 --mask full --virtual-ranks 2 --check --v-head-dim 32 --batch 2",
     ],
 )
@@ -106,6 +108,7 @@ def test_a_wrong_kernel_ends_with_1(
         ("--seq 1X", 2, "'1X' is not a size"),
         ("--seq 64 --kernel fastest", 1, "unknown kernel 'fastest'"),
         ("--seq 64 --wire morse", 1, "unknown wire 'morse'"),
+        ("--seq 64 --precondition prayer", 1, "unknown precondition 'prayer'"),
         ("--seq 64 --transport pigeon", 1, "unknown transport 'pigeon'"),
         ("--seq 64 --transport pigeon --virtual-ranks 2", 1, "not 'pigeon'"),
         ("--seq 64 --heads 3 --kv-heads 2", 1, "multiple of K/V heads"),
