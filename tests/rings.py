@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ringfa4 import ContextParallel, Mask
 from ringfa4.comm.interface import Control, Transport
-from ringfa4.comm.local import run_ranks
 from ringfa4.context import Context
 from ringfa4.ring import backward, forward
+from ringfa4.testing.doubles.transport import run_adversarial
 from ringfa4.testing.oracles import allowed
 from ringfa4.testing.oracles import attention as oracle
 
@@ -39,6 +39,7 @@ class Case:
     dlse: bool = False
     scale: float | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
 
     def tensors(self) -> dict[str, Tensor]:
         """q, k, v, dout (b, s, h, d) and, if asked for, sink (h,) and dlse (b, h, s); whole."""
@@ -55,7 +56,10 @@ class Case:
         }
         drawn = {n: torch.randn(s, generator=gen, dtype=torch.float64) for n, s in shapes.items()}
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        cast = {n: x.to(wide if n in ("sink", "dlse") else self.dtype) for n, x in drawn.items()}
+        cast = {
+            n: x.to(self.device, wide if n in ("sink", "dlse") else self.dtype)
+            for n, x in drawn.items()
+        }
         if not self.sink:
             del cast["sink"]
         if not self.dlse:
@@ -84,24 +88,20 @@ def dense(case: Case) -> dict[str, Tensor]:
     }
 
 
-def ranks(
-    world: int,
-    fn: Callable[[Context], Any],
-    *,
-    timeout_s: float = 60.0,
-    wrap: Callable[[Transport], Transport] = lambda transport: transport,
-) -> list[Any]:
-    """``fn(context)`` on every virtual rank; results by rank. ``wrap`` may put a double around the
-    transport.
+def ranks(world: int, fn: Callable[[Context], Any], *, timeout_s: float = 60.0) -> list[Any]:
+    """``fn(context)`` on every virtual rank; results by rank.
+
+    The transport is the adversarial double: random delays and drift, buffers poisoned before and
+    after their validity, overwritten slots and broken rules detected.
     """
 
     def main(rank: int, transport: Transport, control: Control) -> Any:
-        return fn(Context(wrap(transport), control))
+        return fn(Context(transport, control))
 
-    return run_ranks(world, main, timeout_s)
+    return run_adversarial(world, main, timeout_s)
 
 
-def run(case: Case, **how: Any) -> dict[str, Tensor]:
+def run(case: Case) -> dict[str, Tensor]:
     """What the ring makes of ``case``: forward and backward without autograd, whole tensors."""
     whole = case.tensors()
 
@@ -121,18 +121,18 @@ def run(case: Case, **how: Any) -> dict[str, Tensor]:
             local["dsink"] = dsink
         return local, qpos, kpos
 
-    results = ranks(case.world, rank, **how)
+    results = ranks(case.world, rank, device=case.device, **how)
     first = results[0][0]
     made: dict[str, Tensor] = {}
     for name, part in first.items():
         if name == "dsink":
-            made[name] = part
+            made[name] = part.cpu()
             continue
         side = 2 if name in ("dk", "dv") else 1
         seq = case.mask.seq_k if side == 2 else case.mask.seq_q
         made[name] = torch.full((part.shape[0], seq, *part.shape[2:]), math.nan, dtype=part.dtype)
         for result in results:
-            made[name][:, result[side]] = result[0][name]
+            made[name][:, result[side].cpu()] = result[0][name].cpu()
     made["lse"] = made["lse"].transpose(1, 2)
     return made
 

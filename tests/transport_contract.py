@@ -154,11 +154,17 @@ def make_call(
     schedule = plans[rank]
     if agree:
         assert control.gather(b"call %d" % call) == [b"call %d" % call] * transport.world
+    # To look at a value is to wait for the device: all is made before the call and read after it.
+    device = transport.device
+    own = content(schedule.own_bytes, call, rank).to(device)
+    outs = [(t, s.grad_out) for t, s in enumerate(schedule.steps) if s.grad_out]
+    grads = {t: content(out.nbytes, call, rank, t).to(device) for t, out in outs}
+    seen: list[tuple[int, Transfer, Tensor]] = []
     exchange = transport.open(schedule)
     outbox = exchange.outbox()
     assert outbox.dtype == torch.uint8 and outbox.numel() == schedule.own_bytes
     assert outbox.numel() == 0 or outbox.data_ptr() % 128 == 0
-    outbox.copy_(content(schedule.own_bytes, call, rank))
+    outbox.copy_(own)
     exchange.publish()
     backward = any(s.grad_in or s.grad_out for s in schedule.steps)
     received: list[tuple[int, int, Tensor]] = []
@@ -172,24 +178,27 @@ def make_call(
         receive = schedule.steps[t].receive
         assert (view is None) == (receive is None)
         if receive is not None:
-            want = content(plans[receive.peer].own_bytes, call, receive.peer)
-            assert torch.equal(view, packed(want, receive.spans)), f"{call=} {rank=} step {t}"
+            seen.append((t, receive, view.clone()))
         if backward:
             slot = exchange.grad_slot(t)
-            out = schedule.steps[t].grad_out
-            assert (slot is None) == (out is None)
-            if out is not None:
-                slot.copy_(content(out.nbytes, call, rank, t))
+            assert (slot is None) == (t not in grads)
+            if slot is not None:
+                slot.copy_(grads[t])
             exchange.send_grads(t)
             if t > 1:
                 received += _take(exchange.contributions(t - 1), t - 1)
     if backward:
         received += _take(exchange.contributions(last), last)
+    exchange.finish()
+    for t, receive, data in seen:
+        want = content(plans[receive.peer].own_bytes, call, receive.peer)
+        assert torch.equal(data.cpu(), packed(want, receive.spans)), f"{call=} {rank=} step {t}"
+    received = [(t, peer, data.cpu()) for t, peer, data in received]
+    if backward:
         expected = [(t, s.grad_in) for t, s in enumerate(schedule.steps) if s.grad_in]
         assert [(t, peer) for t, peer, _ in received] == [(t, g.peer) for t, g in expected]
         for (t, peer, data), (_, grad) in zip(received, expected, strict=True):
             assert torch.equal(data, content(grad.nbytes, call, peer, t)), f"{call=} {rank=} {t=}"
-    exchange.finish()
     return received
 
 
@@ -244,10 +253,11 @@ def summed(rank: int, transport: Transport, control: Control, *, drift_seed: int
 
 def gathered(rank: int, transport: Transport, control: Control, *, sizes: list[int]) -> int:
     for turn in range(3):
-        parts = transport.all_gather(content(sizes[rank], turn, rank), sizes)
+        local = content(sizes[rank], turn, rank).to(transport.device)
+        parts = transport.all_gather(local, sizes)
         assert len(parts) == transport.world
         for peer, part in enumerate(parts):
-            assert torch.equal(part, content(sizes[peer], turn, peer))
+            assert torch.equal(part.cpu(), content(sizes[peer], turn, peer))
     return rank
 
 
@@ -298,10 +308,11 @@ def aborted(rank: int, transport: Transport, control: Control) -> int:
     plans = full(transport.world, 256, backward=True)
     make_call(transport, control, plans, 0)
     exchange = transport.open(plans[rank])
+    outbox = exchange.outbox()
     transport.abort("the lights went out")
     for refused in (
         lambda: transport.open(plans[rank]),
-        lambda: transport.all_gather(torch.zeros(1, dtype=torch.uint8), [1] * transport.world),
+        lambda: transport.all_gather(outbox[:1], [1] * transport.world),
         exchange.outbox,
         exchange.publish,
         exchange.finish,
