@@ -101,8 +101,11 @@ def ranks(world: int, fn: Callable[[Context], Any], *, timeout_s: float = 60.0) 
     return run_adversarial(world, main, timeout_s)
 
 
-def run(case: Case) -> dict[str, Tensor]:
-    """What the ring makes of ``case``: forward and backward without autograd, whole tensors."""
+def run(case: Case, runner: Callable[..., list[Any]] = ranks) -> dict[str, Tensor]:
+    """What the ring makes of ``case``: forward and backward without autograd, whole tensors, on CPU.
+
+    ``runner`` runs a function of a context on every rank, as :func:`ranks` does.
+    """
     whole = case.tensors()
 
     def rank(context: Context) -> tuple[dict[str, Tensor], Tensor, Tensor]:
@@ -121,7 +124,7 @@ def run(case: Case) -> dict[str, Tensor]:
             local["dsink"] = dsink
         return local, qpos, kpos
 
-    results = ranks(case.world, rank, device=case.device, **how)
+    results = runner(case.world, rank)
     first = results[0][0]
     made: dict[str, Tensor] = {}
     for name, part in first.items():

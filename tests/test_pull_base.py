@@ -21,6 +21,7 @@ from test_transports import InThreads
 from ringfa4.comm.interface import Control, Transport
 from ringfa4.comm.local import LocalTransport, run_ranks
 from ringfa4.comm.pull import Flag, PullTransport
+from ringfa4.context import Context
 from ringfa4.errors import ContextBrokenError, PeerError
 from ringfa4.mask import causal
 
@@ -44,6 +45,15 @@ def runner(make: Maker, late_s: float) -> Callable[..., list[Any]]:
         return run_ranks(world, main, timeout_s)
 
     return run_them
+
+
+def over(run_them: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """As ``rings.ranks``, on the ranks that ``run_them`` runs."""
+
+    def ranks(world: int, fn: Callable[[Context], Any]) -> list[Any]:
+        return run_them(world, lambda rank, transport, control: fn(Context(transport, control)))
+
+    return ranks
 
 
 class PullContract(InThreads):
@@ -78,7 +88,7 @@ def test_late_copies_leave_the_ring_bit_identical(make: Maker, world: int) -> No
     case = Case(mask=causal(256 * world), world=world, heads=(2, 1), dims=(16, 16))
     want = run(case)
     for late_s in (0.0, 0.005):
-        got = run(case, wrap=lambda local, s=late_s: make(local.shared, local.rank, s))
+        got = run(case, over(runner(make, late_s)))
         assert all(torch.equal(got[name], want[name]) for name in want)
 
 
