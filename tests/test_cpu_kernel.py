@@ -1,6 +1,8 @@
-"""The CPU kernel's backward sums in fp32 beyond a call: errors in bf16 do not grow with length."""
+"""What the CPU kernel does about its native backward: sums in bf16, threads that only spin."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from ringfa4 import ContextParallel
 from ringfa4 import mask as masks
+from ringfa4.kernels import cpu
 from ringfa4.kernels.pieces import boxes
 from ringfa4.mask import Band
 
@@ -39,6 +42,32 @@ def gradients(queries: int, keys: int) -> dict[str, float]:
 @pytest.mark.parametrize(("queries", "keys"), [(256, 16384), (16384, 256)])
 def test_errors_do_not_grow_with_length(queries: int, keys: int) -> None:
     assert {n: db for n, db in gradients(queries, keys).items() if db < DECIBELS} == {}
+
+
+@pytest.mark.parametrize(("batch", "heads", "threads"), [(1, 1, 1), (2, 1, 2), (1, 8, 4)])
+def test_no_thread_is_left_to_spin(
+    monkeypatch: pytest.MonkeyPatch, batch: int, heads: int, threads: int
+) -> None:
+    """Native backward shares out batch rows and K/V heads, here among 4 threads at most."""
+    seen = []
+
+    def native(*args: Any, **options: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return _backward(*args, **options)
+
+    _backward = cpu._backward
+    monkeypatch.setattr(cpu, "_backward", native)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        q = torch.randn(batch, 64, 8, 16, requires_grad=True)
+        k, v = torch.randn(2, batch, 64, heads, 16).unbind()
+        cp = ContextParallel(mask=masks.full(64), kernel="cpu", device="cpu")
+        cp.attention(q, k, v).sum().backward()
+        assert set(seen) == {threads}
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
 
 
 bounds = st.none() | st.integers(-60, 60)
