@@ -216,7 +216,8 @@ def _batch(task: Task) -> slice:
 
 def _grouped(x: Tensor, heads_kv: int) -> Tensor:
     """(b, heads_q, n, d) -> (b, heads_kv, group, n, d)."""
-    return x.unflatten(1, (heads_kv, -1))
+    grouped: Tensor = x.unflatten(1, (heads_kv, -1))
+    return grouped
 
 
 def _ungrouped(x: Tensor) -> Tensor:

@@ -111,9 +111,10 @@ class Precondition:
         if mu is None:
             return dq
         assert row_sums is not None, "K mean needs rowsum(dS)"
-        grouped = dq.unflatten(2, (mu.shape[1], -1))
+        grouped: Tensor = dq.unflatten(2, (mu.shape[1], -1))
         weights = (scale * row_sums).transpose(1, 2).unflatten(2, (mu.shape[1], -1))
-        return (grouped + weights.unsqueeze(-1) * mu[:, None, :, None]).flatten(2, 3)
+        grouped = grouped + weights.unsqueeze(-1) * mu[:, None, :, None]
+        return grouped.flatten(2, 3)
 
     def key_gradient(self, dk: Tensor) -> Tensor:
         """dK = R^T dK': once, at the owner, after all ranks' contributions are summed."""

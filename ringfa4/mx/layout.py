@@ -46,7 +46,7 @@ def to_atoms(scales: Tensor) -> Tensor:
     rows, blocks = scales.shape[-2:]
     full = pad(scales, (0, -blocks % ATOM.blocks, 0, -rows % ATOM.rows), value=E8M0.neutral)
     # row = ((m * 4) + quarter) * 32 + lane, block = b * 4 + byte  ->  (m, b, lane, quarter, byte)
-    split = full.unflatten(-1, (-1, ATOM.blocks)).unflatten(-3, (-1, 4, 32))
+    split: Tensor = full.unflatten(-1, (-1, ATOM.blocks)).unflatten(-3, (-1, 4, 32))
     *lead, m, quarter, lane, b, byte = range(split.ndim)
     return split.permute(*lead, m, b, lane, quarter, byte).flatten(-5)
 
@@ -54,7 +54,7 @@ def to_atoms(scales: Tensor) -> Tensor:
 def from_atoms(data: Tensor, rows: int, blocks: int) -> Tensor:
     """The inverse of :func:`to_atoms`: uint8 (..., atoms * 512) -> (..., rows, blocks)."""
     across = -(-blocks // ATOM.blocks)
-    split = data.unflatten(-1, (-1, across, 32, 4, ATOM.blocks))
+    split: Tensor = data.unflatten(-1, (-1, across, 32, 4, ATOM.blocks))
     *lead, m, b, lane, quarter, byte = range(split.ndim)
     full = split.permute(*lead, m, quarter, lane, b, byte).flatten(-5, -3).flatten(-2)
     return full[..., :rows, :blocks]

@@ -117,7 +117,8 @@ def quantise(
 
 def _per_block(x: Tensor, shape: BlockShape) -> Tensor:
     """(..., rows, cols) -> (..., row blocks, rows in block, col blocks, cols in block)."""
-    return x.unflatten(-1, (-1, shape.cols)).unflatten(-3, (-1, shape.rows))
+    split: Tensor = x.unflatten(-1, (-1, shape.cols)).unflatten(-3, (-1, shape.rows))
+    return split
 
 
 def _spread(scales: Tensor, shape: BlockShape) -> Tensor:

@@ -139,14 +139,17 @@ class RecordLayout:
         g, d = self.geometry, operand.d
         stop = operand.payload + g.batch * g.heads_kv * RECORD * d
         inner = (RECORD, d) if operand.contiguous == "d" else (d, RECORD)
-        view = records[:, operand.payload : stop].unflatten(1, (g.batch, g.heads_kv, *inner))
+        view: Tensor = records[:, operand.payload : stop].unflatten(
+            1, (g.batch, g.heads_kv, *inner)
+        )
         return view if operand.contiguous == "d" else view.transpose(-2, -1)
 
     def scales(self, operand: Operand, records: Tensor) -> Tensor:
         """(records, b, h, atoms * 512) view of the scales in ``records``."""
         g, size = self.geometry, operand.atoms * ATOM.nbytes
         stop = operand.scales + g.batch * g.heads_kv * size
-        return records[:, operand.scales : stop].unflatten(1, (g.batch, g.heads_kv, size))
+        view: Tensor = records[:, operand.scales : stop].unflatten(1, (g.batch, g.heads_kv, size))
+        return view
 
 
 class MxShard(EncodedShard):
