@@ -1,0 +1,118 @@
+// Matrix operands in shared memory: descriptors and addresses (PTX ISA 9.7.15.5.1 for
+// wgmma, 9.7.16.3-4 for tcgen05), and the product itself.
+#pragma once
+
+#include "copies.hpp"
+
+namespace ptx {
+
+struct Descriptor {
+  u32 start, leading, stride;
+  int swizzle;  // as TensorMap::swizzle
+};
+
+inline Descriptor decode_descriptor(u64 v, bool sm100) {
+  Descriptor d{};
+  d.start = static_cast<u32>(v & 0x3FFF) << 4;
+  d.leading = static_cast<u32>(v >> 16 & 0x3FFF) << 4;
+  d.stride = static_cast<u32>(v >> 32 & 0x3FFF) << 4;
+  const auto refuse = [&](const char* what) {
+    throw Fault("unsupported", "matrix descriptor " + hex(v) + ": " + what);
+  };
+  if (v >> 49 & 7) refuse("a base offset");
+  if (sm100) {
+    if ((v >> 46 & 7) != 1) refuse("bits 46-48 are not 1");
+    if (v >> 52 & 0x1FF) refuse("bits 52-60 are not 0");
+    switch (v >> 61) {
+      case 0: d.swizzle = 0; break;
+      case 2: d.swizzle = 3; break;
+      case 4: d.swizzle = 2; break;
+      case 6: d.swizzle = 1; break;
+      default: refuse("its layout type");
+    }
+  } else {
+    static const int layouts[] = {0, 3, 2, 1};
+    d.swizzle = layouts[v >> 62];
+  }
+  return d;
+}
+
+// The 16-byte chunk that holds `chunk` (of k when K-major, of mn otherwise) of line `line`.
+inline u32 chunk_address(const Descriptor& d, bool k_major, u32 line, u32 chunk) {
+  const u32 span = 1u << d.swizzle;  // chunks in one swizzle row
+  u32 c;
+  if (k_major) {  // line is mn, chunk runs along k
+    c = (line % 8) * 16 * span + line / 8 * d.stride + chunk * (d.swizzle ? 16 : d.leading);
+  } else if (d.swizzle) {  // line is k, chunk runs along mn
+    c = chunk % span * 16 + chunk / span * d.leading + line % 8 * 16 * span + line / 8 * d.stride;
+  } else {
+    c = line % 8 * 16 + chunk * d.stride + line / 8 * d.leading;
+  }
+  return swizzle(d.start + c, d.swizzle);
+}
+
+inline double decode_element(u32 bits, int type) {
+  switch (type) {
+    case T_BF16: return as_float(bits << 16);
+    case T_F16: return decode(bits, kF16);
+    case T_E4M3: return decode(bits, kE4M3);
+    case T_E5M2: return decode(bits, kE5M2);
+    case T_TF32: return as_float(bits & 0xFFFFE000);
+    default: throw Fault("unsupported", "element type of a matrix operand");
+  }
+}
+
+inline int element_bytes(int type) {
+  return type == T_BF16 || type == T_F16 ? 2 : type == T_TF32 ? 4 : 1;
+}
+
+// rows x K doubles, row-major. K is 32 bytes of elements.
+struct Matrix {
+  int rows, depth;
+  std::vector<double> x;
+  Matrix(int r, int k) : rows(r), depth(k), x(static_cast<size_t>(r * k)) {}
+  double& at(int r, int k) { return x[static_cast<size_t>(r * depth + k)]; }
+};
+
+inline Matrix load_operand(SharedMemory& shared, u64 descriptor, bool sm100, bool k_major, int type,
+                           int rows, const Access& by) {
+  const Descriptor d = decode_descriptor(descriptor, sm100);
+  const int bytes = element_bytes(type), per_chunk = 16 / bytes, depth = 32 / bytes;
+  Matrix m(rows, depth);
+  const int lines = k_major ? rows : depth, chunks = (k_major ? depth : rows) / per_chunk;
+  const bool partial = !k_major && rows % per_chunk;
+  for (int line = 0; line < lines; ++line)
+    for (int chunk = 0; chunk < chunks + partial; ++chunk) {
+      const int n = partial && chunk == chunks ? rows % per_chunk : per_chunk;
+      const u8* p =
+          shared.read(chunk_address(d, k_major, static_cast<u32>(line), static_cast<u32>(chunk)),
+                      static_cast<u32>(n * bytes), by);
+      for (int e = 0; e < n; ++e) {
+        u32 bits = 0;
+        std::memcpy(&bits, p + e * bytes, static_cast<size_t>(bytes));
+        const int along = chunk * per_chunk + e;
+        (k_major ? m.at(line, along) : m.at(along, line)) = decode_element(bits, type);
+      }
+    }
+  return m;
+}
+
+// acc[n] += sum over k of a[k] * b(n, k). Products are exact in double; what hardware truncates
+// (README, "Numerics") is not modelled, the result is rounded once by the caller.
+inline void accumulate(const double* a, const std::vector<double>& b_by_k, int depth, int columns,
+                       double* acc) {
+  for (int k = 0; k < depth; ++k) {
+    const double x = a[k];
+    const double* b = b_by_k.data() + static_cast<long>(k) * columns;
+    for (int n = 0; n < columns; ++n) acc[n] += x * b[n];
+  }
+}
+
+inline std::vector<double> transpose(Matrix& m) {
+  std::vector<double> t(m.x.size());
+  for (int r = 0; r < m.rows; ++r)
+    for (int k = 0; k < m.depth; ++k) t[static_cast<size_t>(k * m.rows + r)] = m.at(r, k);
+  return t;
+}
+
+}  // namespace ptx
