@@ -37,7 +37,9 @@ class UsageError(Exception):
         super().__init__(message)
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Raises :class:`UsageError` where argparse would end the process."""
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(self.format_usage(), message)
 
@@ -79,7 +81,7 @@ class Options:
     repeat: int
 
 
-def _typed(parse: Callable[[str], object], at_least: int | None = None) -> Callable[[str], object]:
+def typed(parse: Callable[[str], object], at_least: int | None = None) -> Callable[[str], object]:
     """``parse`` as an argparse type whose ValueError message reaches the user."""
 
     def convert(text: str) -> object:
@@ -94,15 +96,31 @@ def _typed(parse: Callable[[str], object], at_least: int | None = None) -> Calla
     return convert
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def add_mask_options(parser: argparse.ArgumentParser) -> None:
+    """The options that describe a mask; :func:`mask_name` reads them after parsing."""
+    size, count = typed(parse_size, 0), typed(parse_size, 1)
+    mask = parser.add_argument_group("mask (causal, unless one of its options says otherwise)")
+    mask.add_argument("--mask", choices=MASKS)
+    mask.add_argument("--window", type=size, metavar="L", help="see yourself and L keys back")
+    mask.add_argument(
+        "--documents",
+        type=typed(parse_sizes),
+        metavar="N | L,L,...",
+        help="N documents of equal length, or the lengths; causal inside each",
+    )
+    mask.add_argument("--prefix", type=size, metavar="L", help="all see the first L keys")
+    mask.add_argument("--chunk", type=count, metavar="L", help="causal inside blocks of L tokens")
+
+
+def _parser() -> Parser:
+    parser = Parser(
         prog="ring.py",
         description="Run one ring attention, measure it and check it. Sizes take K, M, G (binary).",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    size, count = _typed(parse_size, 0), _typed(parse_size, 1)
+    size, count = typed(parse_size, 0), typed(parse_size, 1)
 
     shape = parser.add_argument_group("the problem")
     shape.add_argument("--seq", type=size, metavar="N", help="tokens in all (default 64K)")
@@ -121,17 +139,7 @@ def _parser() -> _Parser:
     )
     shape.add_argument("--output", metavar="FILE", help="safetensors for out, lse (dq, dk, dv)")
 
-    mask = parser.add_argument_group("mask (causal, unless one of its options says otherwise)")
-    mask.add_argument("--mask", choices=MASKS)
-    mask.add_argument("--window", type=size, metavar="L", help="see yourself and L keys back")
-    mask.add_argument(
-        "--documents",
-        type=_typed(parse_sizes),
-        metavar="N | L,L,...",
-        help="N documents of equal length, or the lengths; causal inside each",
-    )
-    mask.add_argument("--prefix", type=size, metavar="L", help="all see the first L keys")
-    mask.add_argument("--chunk", type=count, metavar="L", help="causal inside blocks of L tokens")
+    add_mask_options(parser)
 
     how = parser.add_argument_group("how it is computed")
     how.add_argument("--sharding", choices=SHARDINGS, default="zigzag")
@@ -167,7 +175,7 @@ _MASK_OPTIONS = {
 """Mask -> its options, the required one first."""
 
 
-def _mask_name(parser: _Parser, values: argparse.Namespace) -> str:
+def mask_name(parser: Parser, values: argparse.Namespace) -> str:
     """``--mask``, or what its options imply."""
     given = [name for name in ("documents", "window", "prefix", "chunk") if _said(values, name)]
     mask = values.mask
@@ -197,7 +205,7 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     """
     parser = _parser()
     values = parser.parse_args(argv)
-    values.mask = _mask_name(parser, values)
+    values.mask = mask_name(parser, values)
     if values.documents is not None:
         values.documents = tuple(values.documents)
     if not values.timeout > 0:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ringfa4 import mask as masks
 from ringfa4.launch.inputs import FileInputs, Inputs, RandomInputs
+from ringfa4.launch.masks import build_mask
 from ringfa4.launch.options import Options
 from ringfa4.launch.tensorfile import TensorFile
 from ringfa4.mask import Mask
@@ -84,8 +84,6 @@ def choose_device(options: Options) -> str:
     available = torch.cuda.is_available()
     if options.device == "cuda" and not available:
         raise ValueError("--device cuda: torch.cuda.is_available() is false")
-    if options.virtual_ranks is not None:
-        return "cpu"  # virtual ranks are threads that share the CPU
     return options.device or ("cuda" if available else "cpu")
 
 
@@ -165,37 +163,3 @@ def _from_file(options: Options, file: TensorFile) -> Workload:
         inputs=FileInputs(file, drawn),
         sink=drawn.sink(heads) if options.sink else None,
     )
-
-
-def build_mask(options: Options, seq_q: int, seq_k: int) -> Mask:
-    """The mask that the options name. ValueError when it cannot lie over seq_q x seq_k."""
-    if options.mask == "causal":
-        return masks.causal(seq_q, seq_k)
-    if options.mask == "full":
-        return masks.full(seq_q, seq_k)
-    if options.mask == "window":
-        return masks.window(seq_q, seq_k, left=options.window)
-    if seq_q != seq_k:
-        raise ValueError(f"--mask {options.mask} needs as many keys as queries: {seq_q=}, {seq_k=}")
-    if options.mask == "prefix":
-        assert options.prefix is not None, "parse_options requires it"
-        return masks.prefix_lm(seq_q, options.prefix)
-    if options.mask == "chunked":
-        assert options.chunk is not None, "parse_options requires it"
-        return masks.chunked(seq_q, options.chunk)
-    assert options.documents, "parse_options requires it"
-    starts = document_starts(options.documents, seq_q)
-    return masks.documents(starts, left=options.window, seq_q=seq_q)
-
-
-def document_starts(documents: tuple[int, ...], seq: int) -> list[int]:
-    """Cumulative lengths of ``--documents``: one number is how many, several are lengths."""
-    if len(documents) > 1:
-        starts = [0]
-        for length in documents:
-            starts.append(starts[-1] + length)
-        return starts
-    (count,) = documents
-    if count < 1:
-        raise ValueError(f"--documents {count}: there must be at least one")
-    return [seq * i // count for i in range(count + 1)]

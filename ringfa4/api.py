@@ -300,19 +300,7 @@ def build_sharding(sharding: str | Sharding, mask: Mask, world: int, side: str) 
     """The sharding called ``sharding`` of the queries ("q") or keys ("k") of ``mask``."""
     if isinstance(sharding, Sharding):
         return sharding
-    seq = mask.seq_q if side == "q" else mask.seq_k
-    if sharding == "balanced":
-        # Self-attention shards keys as queries: a token's q, k and v live together.
-        same = mask.seq_q == mask.seq_k
-        return shardings.balanced(mask, world, side="q" if same else side)
-    table = {
-        "contiguous": shardings.contiguous,
-        "zigzag": shardings.zigzag,
-        "striped": shardings.striped,
-    }
-    if sharding not in table:
-        raise ValueError(f"unknown {sharding=}; there are {sorted([*table, 'balanced'])}")
-    return table[sharding](seq, world)
+    return shardings.by_name(sharding, mask, world, side)
 
 
 def _integers(cu_seqlens: CuSeqlens) -> list[int]:

@@ -199,6 +199,8 @@ class Mask:
     ``starts`` holds, like ``rows``, the key positions (0 left out) at which documents start; () is
     one document in every row. It adds no constraint (the bands do that), but wires that quantise
     tokens in groups keep documents apart by it (:func:`document_cuts`), and loss code its labels.
+    ``q_starts`` is the same for queries; () is as ``starts`` where there are as many queries as
+    keys, and else one document.
 
     Raises ValueError when a band leaves [0, seq_q) x [0, seq_k) or two bands of a row overlap.
     """
@@ -208,6 +210,7 @@ class Mask:
     rows: tuple[tuple[Band, ...], ...]
     starts: tuple[tuple[int, ...], ...] = ()
     name: str = field(default="bands", compare=False)
+    q_starts: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.seq_q < 0 or self.seq_k < 0:
@@ -215,14 +218,14 @@ class Mask:
         if not self.rows:
             raise ValueError("a mask needs at least one row of bands (it may be empty)")
         rows = tuple(self._checked(row, bands) for row, bands in enumerate(self.rows))
-        starts = self.starts or ((),) * len(rows)
-        if len(starts) != len(rows):
-            raise ValueError(f"{len(rows)} rows of bands but {len(starts)} of document starts")
-        for own in starts:
-            if any(a >= b for a, b in pairwise((0, *own, self.seq_k))) and own:
-                raise ValueError(f"document starts must rise within 1..{self.seq_k - 1}: {own[:8]}")
+        one = ((),) * len(rows)
+        starts = self.starts or one
+        q_starts = self.q_starts or (starts if self.seq_q == self.seq_k else one)
+        for sides, seq in ((starts, self.seq_k), (q_starts, self.seq_q)):
+            _check_starts(sides, len(rows), seq)
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "starts", starts)
+        object.__setattr__(self, "q_starts", q_starts)
 
     def _checked(self, row: int, bands: Iterable[Band]) -> tuple[Band, ...]:
         kept = []
@@ -272,6 +275,14 @@ class Mask:
         """Whether query ``i`` sees key ``j`` in batch row ``row``: the definition, for checks."""
         bands = self.rows[row if self.batch > 1 else 0]
         return any(band.contains(i, j) for band in bands)
+
+
+def _check_starts(starts: Sequence[Sequence[int]], rows: int, seq: int) -> None:
+    if len(starts) != rows:
+        raise ValueError(f"{rows} rows of bands but {len(starts)} of document starts")
+    for own in starts:
+        if own and any(a >= b for a, b in pairwise((0, *own, seq))):
+            raise ValueError(f"document starts must rise within 1..{seq - 1}: {own[:8]}")
 
 
 def _require_disjoint(bands: Sequence[Band], row: int) -> None:
@@ -411,8 +422,10 @@ def documents(
     for (q0, q1), (k0, k1) in zip(pairwise(cu_q), pairwise(cu_k), strict=True):
         offset = k0 - q0 + _alignment(q1 - q0, k1 - k0, align)
         bands.append(Band(q0, q1, k0, k1, *_reach(left, 0 if causal else right, offset)))
-    starts = tuple(sorted({k for k in cu_k if 0 < k < seq_k}))
-    return Mask(seq_q, seq_k, (tuple(bands),), (starts,), name="documents")
+    q_starts, starts = (
+        tuple(sorted({x for x in cu if 0 < x < seq})) for cu, seq in ((cu_q, seq_q), (cu_k, seq_k))
+    )
+    return Mask(seq_q, seq_k, (tuple(bands),), (starts,), "documents", (q_starts,))
 
 
 def stack(masks: Sequence[Mask]) -> Mask:
@@ -424,5 +437,6 @@ def stack(masks: Sequence[Mask]) -> Mask:
         batches = [m.batch for m in masks]
         raise ValueError(f"stack takes single-row masks of one size: {sizes=}, {batches=}")
     seq_q, seq_k = sizes[0]
-    rows, starts = tuple(m.rows[0] for m in masks), tuple(m.starts[0] for m in masks)
-    return Mask(seq_q, seq_k, rows, starts, name="stack")
+    rows = tuple(m.rows[0] for m in masks)
+    starts, q_starts = tuple(m.starts[0] for m in masks), tuple(m.q_starts[0] for m in masks)
+    return Mask(seq_q, seq_k, rows, starts, "stack", q_starts)

@@ -25,7 +25,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from ringfa4.mask import Band, Intervals, Mask
 from ringfa4.shard import RECORD, Sharding
@@ -254,6 +254,20 @@ class Plan:
         return [
             Intervals([(c.start, c.stop) for c in shard.chunks]) for shard in self.k_sharding.shards
         ]
+
+
+def shared_plan(mask: Mask, q_sharding: Sharding, k_sharding: Sharding) -> Plan:
+    """The plan of equal arguments, kept for the last few: layers and calls share its steps.
+
+    Equal, not identical: two masks made from clones of one ``cu_seqlens`` are planned once.
+    """
+    return _plan_named(mask, q_sharding, k_sharding, mask.name)
+
+
+@lru_cache(maxsize=8)
+def _plan_named(mask: Mask, q_sharding: Sharding, k_sharding: Sharding, name: str) -> Plan:
+    """Names do not make masks unequal, but ranks compare them: each has a plan of its own."""
+    return Plan(mask, q_sharding, k_sharding)
 
 
 def _records(spans: dict[int, tuple[int, int]]) -> tuple[RecordRange, ...]:

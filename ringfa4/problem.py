@@ -18,7 +18,7 @@ from ringfa4.context import Context
 from ringfa4.kernels.choose import Choice, choose_kernel
 from ringfa4.kernels.interface import KernelSpec
 from ringfa4.mask import Mask
-from ringfa4.plan import Plan
+from ringfa4.plan import Plan, shared_plan
 from ringfa4.precondition import Precondition
 from ringfa4.ring import Ring
 from ringfa4.shard import Sharding
@@ -60,7 +60,8 @@ class Problem:
         """The plan for ``wire``: wires that quantise groups of tokens cut chunks at documents."""
         cuts = () if wire is None else wire.split_at(self.mask)
         if cuts not in self._plans:
-            self._plans[cuts] = Plan(self.mask, self.q_sharding, self.k_sharding.split(cuts))
+            keys = self.k_sharding.split(cuts)
+            self._plans[cuts] = shared_plan(self.mask, self.q_sharding, keys)
         return self._plans[cuts]
 
     def ring(self, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> Ring:

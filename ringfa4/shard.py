@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
@@ -244,6 +244,32 @@ def balanced(mask: Mask, world: int, *, side: str = "q", block: int | None = Non
             break
     assert best is not None
     return best[1]
+
+
+def by_name(name: str, mask: Mask, world: int, side: str = "q") -> Sharding:
+    """The sharding called ``name`` of the queries ("q") or keys ("k") of ``mask``.
+
+    Equal arguments get the same object for the last few: ``balanced`` weighs every band, and layers
+    ask for it again and again. ValueError for unknown names.
+    """
+    if side not in ("q", "k"):
+        raise ValueError(f"{side=} is neither 'q' nor 'k'")
+    seq = mask.seq_q if side == "q" else mask.seq_k
+    if name == "balanced":
+        # Self-attention shards keys as queries: a token's q, k and v live together.
+        return _balanced_again(mask, world, "q" if mask.seq_q == mask.seq_k else side)
+    if name not in BY_LENGTH:
+        raise ValueError(f"unknown sharding {name!r}; there are {sorted([*BY_LENGTH, 'balanced'])}")
+    return BY_LENGTH[name](seq, world)
+
+
+BY_LENGTH = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
+"""Shardings that depend on nothing but the number of tokens and of ranks."""
+
+
+@lru_cache(maxsize=8)
+def _balanced_again(mask: Mask, world: int, side: str) -> Sharding:
+    return balanced(mask, world, side=side)
 
 
 def _block_sizes(seq: int, world: int) -> Iterator[int]:

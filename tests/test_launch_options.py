@@ -8,9 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 
+from ringfa4.launch.masks import document_starts
 from ringfa4.launch.options import UsageError, parse_options
 from ringfa4.launch.sizes import bytes_text, parse_size, parse_sizes, seconds_text, size_text
-from ringfa4.launch.workload import DEFAULTS, Workload, build, document_starts
+from ringfa4.launch.workload import DEFAULTS, Workload, build
 from ringfa4.mask import Band
 
 
