@@ -4,8 +4,8 @@
     Processes   torch.distributed's collectives on the default group
     Threads     virtual ranks of one process: everybody puts a tensor down, everybody reads all
 
-Every rank makes every call in the same order. Results are new tensors, equal on all ranks; sums are
-added in rank order where we add them ourselves.
+Every rank makes every call in the same order. Results are new tensors on the argument's device,
+equal on all ranks; sums are added in rank order where we add them ourselves.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class Alone:
 
 
 class Processes:
-    """The default process group."""
+    """The default process group, whose backend takes tensors on ``device``."""
 
-    def __init__(self) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+    def __init__(self, device: torch.device) -> None:
+        self.rank, self.world, self.device = dist.get_rank(), dist.get_world_size(), device
 
     def _reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        out = x.clone().contiguous()
+        out = x.to(self.device, copy=True).contiguous()
         dist.all_reduce(out, op)
-        return out
+        return out.to(x.device)
 
     def sum(self, x: Tensor) -> Tensor:
         return self._reduce(x, dist.ReduceOp.SUM)
@@ -87,16 +87,24 @@ class Threads:
         self.meeting.abort()
 
 
+def _settle(x: Tensor) -> None:
+    """Ranks on one GPU compute on streams of their own: finish this one's work first."""
+    if x.device.type == "cuda":
+        torch.cuda.current_stream(x.device).synchronize()
+
+
 class _Thread:
     def __init__(self, shared: Threads, rank: int) -> None:
         self._shared, self.rank, self.world = shared, rank, shared.world
 
     def _reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         self._shared.slots[self.rank] = x
+        _settle(x)
         self.barrier()
         parts = [part for part in self._shared.slots if part is not None]
         assert len(parts) == self.world
         result = reduce(combine, parts[1:], parts[0].clone())
+        _settle(x)
         self.barrier()  # nobody overwrites a slot that another rank still reads
         return result
 

@@ -83,7 +83,7 @@ def launch(options: Options, command: str) -> bool:
     console.say(f"launch/ring.py {command}")
     console.table(table.settings(options, work, device, ranks), numbers=False)
     if options.virtual_ranks is not None:
-        report = virtual(options, work, console)
+        report = virtual(options, work, console, device)
     elif world > 1:
         report = processes(options, work, console, device, local)
     else:
@@ -109,14 +109,14 @@ def processes(
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=options.timeout))
     context = context_for(transport=options.transport, timeout_s=options.timeout)
-    report = run_rank(options, work, context, Processes(), console)
+    report = run_rank(options, work, context, Processes(context.device), console)
     close_contexts()
     dist.destroy_process_group()
     return report
 
 
-def virtual(options: Options, work: Workload, console: Console) -> Report:
-    """All ranks as threads of this process, over the ``local`` transport."""
+def virtual(options: Options, work: Workload, console: Console, device: str) -> Report:
+    """All ranks as threads of this process, which share its CPU or one GPU."""
     if options.transport not in ("auto", "local"):
         raise ValueError(f"virtual ranks move bytes by 'local', not {options.transport!r}")
     assert options.virtual_ranks is not None
@@ -131,7 +131,7 @@ def virtual(options: Options, work: Workload, console: Console) -> Report:
             threads.abort()
             raise
 
-    return run_ranks(options.virtual_ranks, main_of, options.timeout)[0]
+    return run_ranks(options.virtual_ranks, main_of, options.timeout, device)[0]
 
 
 def _show(options: Options, work: Workload, console: Console, report: Report) -> None:
