@@ -7,6 +7,7 @@
     waited      time in fetch, wait, send and reduce while computing; hidden = 1 - waited / alone
 
 The last two are sums over ranks, and host times: they are given where the host computes (CPU).
+Waiting for a rank that is behind counts as waited: where cores are short, hidden tends to 0.
 """
 
 from __future__ import annotations
