@@ -136,7 +136,7 @@ def virtual_ranks(
 
     @contextmanager
     def stage(rank: int) -> Iterator[PullTransport]:
-        engine.enter_thread()
+        torch.cuda.set_device(engine.device)
         stream = torch.cuda.Stream(engine.device)
         CudaLane(stream).after(before)
         try:

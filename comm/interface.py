@@ -203,6 +203,8 @@ class Transport(ABC):
     rank: int
     world: int
     device: torch.device
+    why: tuple[str, ...] = ()
+    """Why this transport was taken and others were not, when nobody asked for it by name."""
 
     @abstractmethod
     def ready(self, schedule: Schedule) -> bool:

@@ -127,7 +127,7 @@ class Engine(ABC):
 
     @abstractmethod
     def enter_thread(self) -> None:
-        """Called once in a thread that will use lanes."""
+        """Called once in a thread of the transport's own that uses lanes."""
 
     @abstractmethod
     def host_copy(self, words: Tensor) -> Callable[[], list[list[int]]]:

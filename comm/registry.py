@@ -16,14 +16,18 @@ import torch.distributed as dist
 
 from ringfa4.comm.control import open_control
 from ringfa4.comm.interface import Control, Transport
+from ringfa4.errors import MissingLibraryError
 
 TRANSPORTS = {
     "torch_p2p": "ringfa4.comm.torch_p2p:TorchP2PTransport",
+    "symm_mem": "ringfa4.comm.symm_mem:symm_mem_transport",
+    "nvshmem": "ringfa4.comm.nvshmem:nvshmem_transport",
 }
 """name -> "module:factory"."""
 
-AUTO = "torch_p2p"
-"""What ``auto`` means: it works on every group."""
+PULLING = ("symm_mem", "nvshmem")
+"""What ``auto`` tries on GPUs, in order. Both pull at one rate; symmetric memory comes with torch
+and works in any group, NVSHMEM spans one group a process and lets processes share a GPU."""
 
 
 class TransportFactory(Protocol):
@@ -36,11 +40,37 @@ class TransportFactory(Protocol):
 
 def transport_factory(name: str) -> TransportFactory:
     """The factory called ``name``. ValueError for unknown names."""
-    name = AUTO if name == "auto" else name
+    if name == "auto":
+        return choose
     if name not in TRANSPORTS:
         raise ValueError(f"unknown transport {name!r}; there are {sorted(TRANSPORTS)} and 'auto'")
     module, attribute = TRANSPORTS[name].split(":")
     return cast(TransportFactory, getattr(import_module(module), attribute))
+
+
+def choose(group: dist.ProcessGroup | None, device: torch.device, control: Control) -> Transport:
+    """What ``auto`` means: pull where every rank can read every other one's memory, else torch_p2p.
+
+    Refusals are agreed between the ranks, so all take the same; ``why`` of the transport holds
+    them.
+    """
+    why = []
+    if device.type != "cuda":
+        why.append("auto: tensors are on the CPU")
+    elif control.world == 1:
+        why.append("auto: one rank, nothing moves")
+    else:
+        for name in PULLING:
+            try:
+                taken = transport_factory(name)(group, device, control)
+            except (MissingLibraryError, ValueError) as refusal:
+                why.append(f"auto: not {name}: {refusal}")
+            else:
+                taken.why = (*why, f"auto: {name} pulls, no multiprocessor moves bytes")
+                return taken
+    taken = transport_factory("torch_p2p")(group, device, control)
+    taken.why = tuple(why)
+    return taken
 
 
 def open_transport(

@@ -116,12 +116,15 @@ class MemorySignals(Signals):
 
     def _look(self) -> None:
         """What the watchdog does: once every :data:`WATCH_S`."""
-        now, words = time.monotonic(), self._snapshot()
+        now = time.monotonic()
+        if not self._watches:
+            self._since = now
+            return
+        words = self._snapshot()
         while self._watches and self._met(self._watches[0], words):
             self._watches.popleft()
         if not self._watches or words != self._seen:
             self._seen, self._since = words, now
-        if not self._watches:
             return
         late, failed = self._watches[0], self._control.failure()
         if failed is not None:

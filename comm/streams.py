@@ -30,6 +30,7 @@ compute kernels (0) do."""
 
 _WAIT_64, _WRITE_64 = 4, 5
 _GEQ = 0
+_CAPTURE_RELAXED = 2
 _MOST_OPERATIONS = 256
 
 NO_MULTICAST = {
@@ -144,6 +145,12 @@ class CudaEngine(Engine):
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self.device)
+        # A capture by the caller must not be spoilt by a look from this thread.
+        mode = ctypes.c_int(_CAPTURE_RELAXED)
+        _check(
+            _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)),
+            "cuThreadExchangeStreamCaptureMode",
+        )
 
     def host_copy(self, words: Tensor) -> Callable[[], list[list[int]]]:
         stream = torch.cuda.Stream(self.device, priority=_BEFORE_COMPUTE)

@@ -102,7 +102,7 @@ def ranks(world: int, fn: Callable[[Context], Any], *, timeout_s: float = 60.0) 
 
 
 def run(case: Case, runner: Callable[..., list[Any]] = ranks) -> dict[str, Tensor]:
-    """What the ring makes of ``case``: forward and backward without autograd, whole tensors, on CPU.
+    """What the ring makes of ``case``: forward and backward without autograd; whole, on the CPU.
 
     ``runner`` runs a function of a context on every rank, as :func:`ranks` does.
     """

@@ -112,7 +112,13 @@ def test_unknown_transports_are_refused_by_name() -> None:
 def test_every_name_in_the_table_can_be_loaded_or_says_what_is_missing() -> None:
     for name in TRANSPORTS:
         assert callable(transport_factory(name))
-    assert transport_factory("auto") is transport_factory("torch_p2p")
+
+
+def test_auto_says_what_it_took_and_why() -> None:
+    transport, control = open_transport("auto", None, torch.device("cpu"), 1.0)
+    assert transport.name == "torch_p2p"
+    assert transport.why == ("auto: tensors are on the CPU",)
+    control.close()
 
 
 def test_alone_no_process_group_is_needed() -> None:

@@ -1,0 +1,150 @@
+"""What one rank does on a GPU in tests of the transports, beside the bodies of the contract."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import transport_contract as contract
+from rings import Case, run
+from torch import Tensor
+
+from ringfa4.comm.interface import Control, Transport
+from ringfa4.comm.local import run_ranks
+from ringfa4.comm.streams import CudaLane
+from ringfa4.context import Context
+from ringfa4.errors import ContextBrokenError, PeerError
+from ringfa4.mask import causal
+
+SLEEP_CYCLES = 2_000_000
+"""Longest pause before a copy: about 1 ms."""
+
+
+@contextmanager
+def late_copies(seed: int) -> Iterator[None]:
+    """Every copy of every lane starts late by a random time, on the device."""
+    draw, real = random.Random(seed), CudaLane.copy
+
+    def late(self: CudaLane, into: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(int(draw.random() ** 2 * SLEEP_CYCLES))
+        real(self, into, source)
+
+    CudaLane.copy = late  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CudaLane.copy = real  # type: ignore[method-assign]
+
+
+def late_calls(rank: int, transport: Transport, control: Control, *, calls: int) -> int:
+    """Random calls with late copies; ranks agree only now and then, so they drift."""
+    with late_copies(rank):
+        for call in range(calls):
+            plans = contract.schedules(transport.world, call, backward=True, scale=4096)
+            contract.make_call(
+                transport, control, plans, call, agree=not transport.ready(plans[rank])
+            )
+    return calls
+
+
+def many_calls(rank: int, transport: Transport, control: Control, *, calls: int) -> int:
+    """Back to back, without agreeing: the transport alone keeps the ranks in step."""
+    plans = contract.full(transport.world, 1 << 16, backward=True)
+    for call in range(calls):
+        contract.make_call(transport, control, plans, call, agree=False)
+    return calls
+
+
+def killed(rank: int, transport: Transport, control: Control, *, culprit: int) -> float:
+    """One rank dies after a peer has enqueued its waits for it; how long that takes to notice."""
+    plans = contract.full(transport.world, 1 << 16, backward=False)
+    contract.make_call(transport, control, plans, 0)
+    exchange = transport.open(plans[rank])
+    if rank == culprit:
+        torch.cuda.synchronize()
+        time.sleep(1.0)
+        os._exit(9)
+    exchange.outbox().zero_()
+    exchange.publish()
+    since = time.monotonic()
+    view = exchange.fetch(1).wait()
+    exchange.finish()
+    torch.cuda.synchronize()  # returns, although the source never published
+    with pytest.raises(PeerError, match=rf"rank {culprit}: no published records within"):
+        transport.open(plans[rank])
+    with pytest.raises(ContextBrokenError):
+        transport.open(plans[rank])
+    assert view is not None and bool(torch.isnan(view.view(torch.float32)).all())
+    transport.close()
+    return time.monotonic() - since
+
+
+def refused_capture(rank: int, transport: Transport, control: Control) -> str:
+    plans = contract.full(transport.world, 256, backward=False)
+    contract.make_call(transport, control, plans, 0)
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(RuntimeError, match="CUDA graph") as refused,
+        torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="relaxed"),
+    ):
+        transport.open(plans[rank])
+    contract.make_call(transport, control, plans, 1)
+    return str(refused.value)
+
+
+def ring_as_on_virtual_ranks(rank: int, transport: Transport, control: Control) -> bool:
+    """Forward and backward over processes give the bits that virtual ranks on this GPU give."""
+    world = transport.world
+    case = Case(
+        mask=causal(512 * world),
+        world=world,
+        heads=(4, 2),
+        dims=(64, 64),
+        dtype=torch.bfloat16,
+        device=f"cuda:{transport.device.index}",
+        options={"kernel": "cuda_aten"},
+    )
+    context = Context(transport, control)
+
+    def only_mine(_: int, fn):  # type: ignore[no-untyped-def]
+        return [fn(context)]
+
+    def all_here(world: int, fn):  # type: ignore[no-untyped-def]
+        return run_ranks(world, lambda r, t, c: fn(Context(t, c)), 60.0, case.device)
+
+    torch.use_deterministic_algorithms(True)
+    mine, everything = run(case, only_mine), run(case, all_here)
+    torch.use_deterministic_algorithms(False)
+    for name, whole in everything.items():
+        here = ~mine[name].isnan()
+        assert bool(here.any()) and torch.equal(mine[name][here], whole[here]), name
+    return True
+
+
+def pull_rate(rank: int, transport: Transport, control: Control, *, nbytes: int) -> float:
+    """GB/s at which this rank pulls from the next while it is pulled from: best of five calls."""
+    plans = contract.full(transport.world, nbytes, backward=False)
+    best = 0.0
+    for call in range(6):
+        control.gather(b"%d" % call)
+        exchange = transport.open(plans[rank])
+        exchange.publish()
+        torch.cuda.synchronize()
+        control.gather(b"published")
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for t in range(1, transport.world):
+            exchange.fetch(t).wait()
+        stop.record()
+        exchange.finish()
+        torch.cuda.synchronize()
+        if call:
+            moved = (transport.world - 1) * nbytes
+            best = max(best, moved / start.elapsed_time(stop) / 1e6)
+    return best

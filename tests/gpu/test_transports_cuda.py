@@ -1,0 +1,183 @@
+"""The CUDA transports keep the contract: virtual ranks, NVSHMEM under MPS, and pairs of GPUs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import transport_contract as contract
+from gpu import bodies
+from gpu.processes import Job, Told, mps, run_processes
+from test_transports import InThreads
+
+from ringfa4.comm.interface import Control, Transport
+from ringfa4.comm.local import run_ranks
+from ringfa4.comm.registry import open_transport
+from ringfa4.errors import MissingLibraryError
+
+pytestmark = pytest.mark.gpu
+
+needs_nvshmem = pytest.mark.skipif(
+    find_spec("nvshmem") is None, reason="nvshmem4py is not installed"
+)
+needs_two_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason=f"needs 2 GPUs, found {torch.cuda.device_count()}"
+)
+
+
+def on_gpu(
+    world: int, fn: Callable[[int, Any, Control], Any], timeout_s: float = 60.0
+) -> list[Any]:
+    return run_ranks(world, fn, timeout_s, "cuda")
+
+
+def late_on_gpu(
+    world: int, fn: Callable[[int, Any, Control], Any], timeout_s: float = 60.0
+) -> list[Any]:
+    with bodies.late_copies(seed=world):
+        return run_ranks(world, fn, timeout_s, "cuda")
+
+
+class TestVirtualRanks(InThreads):
+    runner = staticmethod(on_gpu)
+
+
+class TestVirtualRanksOnLateCopies(InThreads):
+    runner = staticmethod(late_on_gpu)
+    many_calls = 20
+
+
+@pytest.mark.parametrize("world", [2, 8, 72])
+def test_virtual_ranks_drift_over_many_calls(world: int) -> None:
+    calls = 200 if world < 10 else 3
+    done = on_gpu(world, lambda r, t, c: bodies.many_calls(r, t, c, calls=calls))
+    assert done == [calls] * world
+
+
+def test_two_hundred_virtual_worlds_keep_memory_flat() -> None:
+    """What torch holds after any number of contexts opened, used and closed."""
+
+    def once(rank: int, transport: Transport, control: Control) -> None:
+        contract.causal_calls(rank, transport, control, calls=2)
+        transport.close()
+
+    held = []
+    for _ in range(200):
+        on_gpu(2, once)
+        gc.collect()
+        held.append(torch.cuda.memory_allocated())
+    assert len(set(held[5:])) == 1, held
+
+
+def test_capture_is_refused() -> None:
+    def main(rank: int, transport: Transport, control: Control) -> str:
+        return bodies.refused_capture(rank, transport, control)
+
+    assert "CUDA graph" in on_gpu(1, main)[0]
+
+
+CONTRACT = [
+    Job("random_calls", {"seed": 0, "calls": 24, "drift_s": 0.0}),
+    Job("random_calls", {"seed": 50, "calls": 8, "drift_s": 0.01}),
+    Job("causal_calls", {"calls": 6}),
+    Job("bad_schedules"),
+    Job("growing"),
+    Job("messages"),
+    Job("gathered", {"sizes": [0, 70_000]}),
+    Job("summed", {"drift_seed": 1}),
+    Job("many_calls", {"calls": 1000}),
+    Job("ring_as_on_virtual_ranks"),
+]
+PULL = [
+    Job("late_calls", {"calls": 20}),
+    Job("refused_capture"),
+]
+FAILING = [
+    Job("failing", {"culprit": 1, "where": where})
+    for where in ("before publish", "after fetch", "before send_grads")
+]
+
+
+def check(told: Sequence[Sequence[Told]], jobs: Sequence[Job]) -> None:
+    for rank, lines in enumerate(told):
+        assert len(lines) == len(jobs), f"rank {rank} ended after {lines}"
+        for job, line in zip(jobs, lines, strict=True):
+            if job.body == "failing":
+                culprit = job.arguments["culprit"]
+                want = "ZeroDivisionError" if rank == culprit else "PeerError"
+                assert line.error == want and "deliberate" in line.message, (rank, job, line)
+            else:
+                assert line.error is None, (rank, job, line)
+
+
+@needs_nvshmem
+def test_nvshmem_between_processes_on_one_gpu() -> None:
+    jobs = [*CONTRACT, *PULL, *FAILING]
+    with mps():
+        check(run_processes("nvshmem", 2, jobs), jobs)
+
+
+@needs_nvshmem
+def test_nvshmem_notices_a_killed_peer() -> None:
+    timeout_s = 3.0
+    with mps():
+        survivor, dead = run_processes("nvshmem", 2, [Job("killed", {"culprit": 1}, timeout_s)])
+    assert not dead and survivor[0].error is None, survivor
+    assert survivor[0].value < 3 * timeout_s
+
+
+@needs_nvshmem
+@pytest.mark.skipif(torch.cuda.device_count() != 1, reason="ranks must share a GPU")
+def test_nvshmem_on_a_shared_gpu_asks_for_mps() -> None:
+    for line in (rank[0] for rank in run_processes("nvshmem", 2, [Job("messages")])):
+        assert line.error == "ValueError" and "MPS" in line.message
+
+
+@pytest.mark.skipif(torch.cuda.device_count() != 1, reason="ranks must share a GPU")
+def test_symm_mem_wants_a_gpu_for_every_rank() -> None:
+    for line in (rank[0] for rank in run_processes("symm_mem", 2, [Job("messages")])):
+        assert line.error == "ValueError" and "share a GPU" in line.message
+
+
+@pytest.mark.skipif(find_spec("nvshmem") is not None, reason="nvshmem4py is installed")
+def test_without_nvshmem4py_the_message_says_how_to_get_it() -> None:
+    with pytest.raises(MissingLibraryError, match=r"ringfa4\[nvshmem\]"):
+        open_transport("nvshmem", None, torch.device("cuda"), 5.0)
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("transport", ["symm_mem", "nvshmem", "torch_p2p"])
+def test_contract_between_gpus(transport: str) -> None:
+    if transport == "nvshmem" and find_spec("nvshmem") is None:
+        pytest.skip("nvshmem4py is not installed")
+    jobs = [*CONTRACT, *([] if transport == "torch_p2p" else [*PULL, *FAILING])]
+    check(run_processes(transport, 2, jobs), jobs)
+
+
+@needs_two_gpus
+def test_symm_mem_notices_a_killed_peer() -> None:
+    timeout_s = 3.0
+    survivor, dead = run_processes("symm_mem", 2, [Job("killed", {"culprit": 1}, timeout_s)])
+    assert not dead and survivor[0].error is None, survivor
+    assert survivor[0].value < 3 * timeout_s
+
+
+@pytest.mark.parametrize("transport", ["nvshmem", "symm_mem"])
+def test_two_hundred_transports_keep_memory_flat(transport: str) -> None:
+    if transport == "nvshmem" and find_spec("nvshmem") is None:
+        pytest.skip("nvshmem4py is not installed")
+    if torch.cuda.device_count() < 2:
+        if transport == "symm_mem":
+            pytest.skip("torch symmetric memory needs 2 GPUs")
+        with mps():
+            told = run_processes(transport, 2, [Job("causal_calls", {"calls": 2})] * 200)
+    else:
+        told = run_processes(transport, 2, [Job("causal_calls", {"calls": 2})] * 200)
+    for lines in told:
+        assert [line.error for line in lines] == [None] * 200
+        free = [line.free_bytes for line in lines]
+        assert free[-1] == free[10], free

@@ -1,0 +1,59 @@
+"""Ranks that cannot read one another's memory are told so, by rank, host and domain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ringfa4.comm.control import SoloControl
+from ringfa4.comm.reach import Seat, objection, require_reachable
+from ringfa4.comm.registry import TRANSPORTS, open_transport
+from ringfa4.errors import MissingLibraryError
+
+HERE = Seat("node-a", "boot-a", "11111111-aaaa", fabric=None, mps=False)
+BESIDE = replace(HERE, gpu="22222222-bbbb")
+ELSEWHERE = Seat("node-b", "boot-b", "33333333-cccc", fabric=None, mps=False)
+
+
+def test_gpus_of_one_host_are_left_to_the_driver() -> None:
+    assert objection([HERE, BESIDE], 0, several_on_one_gpu=False) is None
+
+
+@pytest.mark.parametrize("fabrics", [(None, None), ("c1/0", None), ("c1/0", "c1/1")])
+def test_hosts_in_different_nvlink_domains_are_named(
+    fabrics: tuple[str | None, str | None],
+) -> None:
+    seats = [replace(HERE, fabric=fabrics[0]), replace(ELSEWHERE, fabric=fabrics[1])]
+    for rank in range(2):
+        reason = objection(seats, rank, several_on_one_gpu=True)
+        assert reason is not None
+        for part in ("node-a", "node-b", "rank 0", "rank 1", "NVLink domain", str(fabrics[0])):
+            assert part in reason
+
+
+def test_one_domain_over_hosts_is_accepted() -> None:
+    seats = [replace(HERE, fabric="c1/0"), replace(ELSEWHERE, fabric="c1/0")]
+    assert objection(seats, 0, several_on_one_gpu=False) is None
+
+
+def test_a_shared_gpu_needs_a_library_that_can_and_mps() -> None:
+    seats = [HERE, HERE]
+    assert "share a GPU" in (objection(seats, 1, several_on_one_gpu=False) or "")
+    assert "MPS" in (objection(seats, 1, several_on_one_gpu=True) or "")
+    assert objection([replace(HERE, mps=True)] * 2, 1, several_on_one_gpu=True) is None
+
+
+def test_what_is_missing_comes_before_what_is_wrong() -> None:
+    alone, cpu = SoloControl(1.0), torch.device("cpu")
+    with pytest.raises(MissingLibraryError, match="rank 0: no such library"):
+        require_reachable(alone, cpu, "any", missing="no such library", obstacle="and more")
+    with pytest.raises(ValueError, match="transport 'any', rank 0: it moves CUDA tensors"):
+        require_reachable(alone, cpu, "any")
+
+
+@pytest.mark.parametrize("name", sorted(set(TRANSPORTS) - {"torch_p2p"}))
+def test_pulling_needs_a_gpu(name: str) -> None:
+    with pytest.raises((ValueError, MissingLibraryError), match=f"transport '{name}', rank 0"):
+        open_transport(name, None, torch.device("cpu"), 1.0)
