@@ -28,7 +28,7 @@ from ringfa4.mask import Mask
 from ringfa4.plan import Plan
 from ringfa4.problem import Problem
 from ringfa4.shard import Sharding
-from ringfa4.trace import SILENT, Observer
+from ringfa4.trace import NAMED, Observer
 
 Group = dist.ProcessGroup | DeviceMesh | Context | None
 CuSeqlens = Sequence[int] | Tensor
@@ -84,7 +84,7 @@ class ContextParallel:
         transport: str = "auto",
         device: torch.device | str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        observer: Observer = SILENT,
+        observer: Observer = NAMED,
     ) -> None:
         context = _context(group, device, transport, timeout_s)
 

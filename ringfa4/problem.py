@@ -22,7 +22,7 @@ from ringfa4.plan import Plan, shared_plan
 from ringfa4.precondition import Precondition
 from ringfa4.ring import Ring
 from ringfa4.shard import Sharding
-from ringfa4.trace import SILENT, Observer
+from ringfa4.trace import NAMED, Observer
 from ringfa4.wire import Geometry, WireFormat, wire_format
 
 
@@ -40,7 +40,7 @@ class Problem:
     wire: str | None = None
     kernel: str = "auto"
     precondition: str = "none"
-    observer: Observer = SILENT
+    observer: Observer = NAMED
     _plans: dict[tuple[int, ...], Plan] = field(default_factory=dict, repr=False)
     _rings: dict[tuple[Geometry, int, bool], Ring] = field(default_factory=dict, repr=False)
     choices: list[Choice] = field(default_factory=list, repr=False)

@@ -30,7 +30,7 @@ from ringfa4.plan import Plan, Step
 from ringfa4.precondition import NONE, Precondition, row_sums, shift
 from ringfa4.schedule import schedule
 from ringfa4.state import Grads, State
-from ringfa4.trace import SILENT, Observer
+from ringfa4.trace import NAMED, Observer
 from ringfa4.wire import Direction, EncodedShard, Geometry, RecordMap, WireFormat, gradient_wire
 
 
@@ -108,7 +108,7 @@ def forward(
     *,
     scale: float,
     sink: Tensor | None = None,
-    observer: Observer = SILENT,
+    observer: Observer = NAMED,
 ) -> tuple[Tensor, Tensor]:
     """out (b, sq, heads_q, dv) in q's dtype and lse (b, heads_q, sq) fp32, of this rank's queries.
     Collective.
@@ -146,7 +146,7 @@ def backward(
     *,
     scale: float,
     sink: Tensor | None = None,
-    observer: Observer = SILENT,
+    observer: Observer = NAMED,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv of this rank's tokens in the inputs' dtypes, and dsink (all ranks' sum; None
     without a sink). Collective.
