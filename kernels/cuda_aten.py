@@ -19,12 +19,15 @@ such library kernel with lse; the reference kernel takes them), softcap.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ringfa4.kernels.interface import KernelSpec
 from ringfa4.kernels.native import NativeKernel, Rows, aligned, masks_pairs, window
+from ringfa4.kernels.pieces import is_causal, pieces
 from ringfa4.mask import Band
 
 _flash_forward = torch.ops.aten._flash_attention_forward.default
@@ -61,6 +64,19 @@ class CudaAtenKernel(NativeKernel):
                 f"of 8: {spec.dk=}, {spec.dv=}"
             )
         return None
+
+    def cut(self, band: Band) -> Iterator[Band]:
+        """Bands without a lower bound as rectangles and causal squares, which cuDNN can take."""
+        if band.lo is not None:
+            yield band
+            return
+        for piece in pieces(band):
+            side = piece.k1 - piece.k0
+            if is_causal(piece) and piece.q1 - piece.q0 > side:  # the rows below see all keys
+                yield Band(piece.q0, piece.q0 + side, piece.k0, piece.k1, None, piece.hi)
+                yield Band(piece.q0 + side, piece.q1, piece.k0, piece.k1)
+            else:
+                yield piece
 
     def attend(
         self, box: Band, scale: float, q: Tensor, k: Tensor, v: Tensor

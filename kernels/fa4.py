@@ -65,6 +65,13 @@ class Fa4Kernel(NativeKernel):
         dims = (spec.dk, spec.dv)
         if any(d % 8 for d in dims):
             return f"flash-attn-4 takes head dimensions in steps of 8: {spec.dk=}, {spec.dv=}"
+        if (
+            spec.arch[0] == 9
+            and spec.backward
+            and spec.heads_q > spec.heads_kv
+            and spec.dk != spec.dv
+        ):
+            return f"flash-attn-4 has no GQA backward with dk != dv on SM90: {spec.dk=}, {spec.dv=}"
         if spec.arch[0] == 9 and max(dims) > 256:
             return f"flash-attn-4 takes head dimensions up to 256 on SM90: {spec.dk=}, {spec.dv=}"
         if spec.arch[0] == 10 and max(dims) > 128 and dims not in ((192, 128), (256, 256)):

@@ -16,8 +16,12 @@ synchronisation):
   becomes NaN;
 - rows with lse = -inf must have P = 0: they enter the backward pass as zeros with lse = +inf;
 - a masked pair has P = 0, and 0 * NaN leaks. In calls with masked pairs, tokens that are not finite
-  enter as zeros and :mod:`ringfa4.kernels.nonfinite` puts NaN where it belongs afterwards (inf
-  counts as NaN there). Rectangles have no masked pairs and pay nothing.
+  enter as zeros, and NaN is put where it belongs afterwards (inf counts as NaN there). Rectangles
+  have no masked pairs and take K and V as they are.
+
+That costs one copy of q, out and dout a backward call, and of K and V a call with masked pairs;
+what is flagged is then changed in place, which reads flags only. With the fused kernels
+(:mod:`ringfa4.fused`) the copy and the flags are one pass.
 
 Shapes as in :mod:`ringfa4.kernels.interface`: (b, n, h, d) and (b, h, n). Left out: softcap,
 dropout, sinks.
@@ -33,8 +37,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ringfa4.fused import fused
 from ringfa4.kernels.interface import BlockKernel, Queries
-from ringfa4.kernels.nonfinite import broken, seen_by_keys, seen_by_queries, spoil, zeroed
+from ringfa4.kernels.nonfinite import broken, seen_by_keys, seen_by_queries
 from ringfa4.mask import Band
 from ringfa4.plan import Task
 from ringfa4.shard import Shard
@@ -52,42 +57,52 @@ class Rows:
     lse: Tensor
     dlse: Tensor | None
 
-    def __getitem__(self, index: tuple[slice, slice]) -> Rows:
-        """Batch rows and query rows."""
-        batch, rows = index
-        return Rows(
-            *(x[batch, rows] for x in (self.q, self.out, self.dout)),
-            self.lse[batch, :, rows].contiguous(),
-            None if self.dlse is None else self.dlse[batch, :, rows].contiguous(),
-        )
-
-    def silenced(self, where: Tensor) -> Rows:
-        """The flagged rows (b, h, n) as zeros with P = 0."""
-        return Rows(
-            *(_masked(x, where) for x in (self.q, self.out, self.dout)),
-            self.lse.masked_fill(where, torch.inf),
-            None if self.dlse is None else self.dlse.masked_fill(where, 0),
-        )
-
 
 class NativeQueries(Queries):
-    """``rows`` is set in backward; dead rows (lse = -inf) are silent in it."""
+    """``q`` (b, s, heads_q, dk) for forward calls."""
 
-    rows_of_call: Rows
+
+class NativeBackward(Queries):
+    """Own copies of q, out and dout, dead rows (lse = -inf) zeroed, and what is not finite in them.
+
+    ``spoils`` flags the rows (b, heads_q, s) that make NaN of their dQ and of the dK of the keys
+    they see, ``spoils_dv`` those that make NaN of the dV of those keys: dV has neither out nor dlse
+    in it.
+    """
+
+    def __init__(
+        self, q: Tensor, shard: Shard, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None
+    ) -> None:
+        dead = lse == -torch.inf
+        self._copies = [guarded(x, dead, zero_found=False) for x in (q, out, dout)]
+        (q, bad_q), (_, bad_out), (_, bad_dout) = self._copies
+        super().__init__(q, shard)
+        self._loud = lse.masked_fill(dead, torch.inf), _zeroed(dlse, dead)
+        self.spoils_dv = bad_q | bad_dout | torch.isnan(lse)
+        self.spoils = self.spoils_dv | bad_out
+        if dlse is not None:
+            self.spoils = self.spoils | (~torch.isfinite(dlse) & ~dead)
+        self._quiet = False
 
     @cached_property
-    def isolated(self) -> tuple[Rows, Tensor, Tensor]:
-        """The rows, silent where not finite; flags of those that spoil dQ and dK, and dV.
+    def _silent(self) -> tuple[Tensor, Tensor | None]:
+        """lse and dlse with which rows that are not finite have P = 0."""
+        lse, dlse = self._loud
+        return lse.masked_fill(self.spoils, torch.inf), _zeroed(dlse, self.spoils)
 
-        Made when the first call with masked pairs needs it. dV has neither out nor dlse in it.
+    def operands(self, batch: slice, rows: slice, *, quiet: bool) -> Rows:
+        """Some rows; ``quiet``: those that are not finite are zeros with P = 0.
+
+        The copies are changed in place, between zeros and NaN: the calls of a stream run in order.
         """
-        rows = self.rows_of_call
-        bad = _broken(rows.q) | _broken(rows.dout) | torch.isnan(rows.lse)
-        for_dv = bad
-        bad = bad | _broken(rows.out)
-        if rows.dlse is not None:
-            bad = bad | ~torch.isfinite(rows.dlse)
-        return rows.silenced(bad), bad, for_dv
+        if quiet != self._quiet:
+            for x, bad in self._copies:
+                fill_rows(x, bad, 0.0 if quiet else torch.nan)
+            self._quiet = quiet
+        lse, dlse = self._silent if quiet else self._loud
+        q, out, dout = (x[batch, rows] for x, _ in self._copies)
+        dlse = None if dlse is None else dlse[batch, :, rows].contiguous()
+        return Rows(q, out, dout, lse[batch, :, rows].contiguous(), dlse)
 
 
 class NativeKernel(BlockKernel):
@@ -105,16 +120,17 @@ class NativeKernel(BlockKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK, dV of a band that starts at (0, 0), in any dtype."""
 
+    def cut(self, band: Band) -> Iterator[Band]:
+        """Disjoint trimmed bands whose union is ``band``, each one call."""
+        yield band
+
     def prepare(self, q: Tensor, shard: Shard) -> NativeQueries:
         return NativeQueries(aligned(q), shard)
 
     def prepare_backward(
         self, q: Tensor, shard: Shard, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None
-    ) -> NativeQueries:
-        queries = NativeQueries(q, shard)
-        rows = Rows(q, out.to(q.dtype), dout.to(q.dtype), lse, dlse)
-        queries.rows_of_call = rows.silenced(lse == -torch.inf)
-        return queries
+    ) -> NativeBackward:
+        return NativeBackward(q, shard, out.to(q.dtype), dout.to(q.dtype), lse, dlse)
 
     def forward(
         self,
@@ -124,18 +140,18 @@ class NativeKernel(BlockKernel):
         scale: float,
         state: State,
     ) -> None:
-        for task, band, batch, rows in _calls(queries, tasks):
+        for task, band, batch, rows in self._calls(queries, tasks):
+            q = queries.q[batch, rows]
             k, v = (x[batch] for x in shard.keys_values(task.k_chunk, band.k0, band.k1))
             box = band.shifted(-band.q0, -band.k0)
-            bad = None
             if masks_pairs(box):
-                bad = _broken(v)
-                v = _masked(v, bad)
-            q = queries.q[batch, rows]
-            out, lse = self.attend(box, scale, q, aligned(k), aligned(v))
-            lse = lse.masked_fill(torch.isinf(lse), torch.nan)  # every row sees a key
-            if bad is not None:
-                out = _spoilt(out, seen_by_queries(box, bad, q.shape[2]))
+                v, bad = guarded(v, None, zero_found=True)
+                out, lse = self.attend(box, scale, q, aligned(k), v)
+                fill_rows(out, seen_by_queries(box, bad, q.shape[2]), torch.nan)
+            else:
+                out, lse = self.attend(box, scale, q, aligned(k), aligned(v))
+            # Every row sees a key, so an infinite lse is what the library makes of NaN.
+            lse = torch.nan_to_num(lse, nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
             state.merge(task.batch, rows, out, lse)
 
     def backward(
@@ -146,43 +162,84 @@ class NativeKernel(BlockKernel):
         scale: float,
         grads: Grads,
     ) -> None:
-        assert isinstance(queries, NativeQueries)
-        for task, band, batch, rows in _calls(queries, tasks):
+        assert isinstance(queries, NativeBackward)
+        for task, band, batch, rows in self._calls(queries, tasks):
             k, v = (x[batch] for x in shard.keys_values(task.k_chunk, band.k0, band.k1))
             box = band.shifted(-band.q0, -band.k0)
+            own = queries.operands(batch, rows, quiet=masks_pairs(box))
             if masks_pairs(box):
-                dq, dk, dv = self._isolated(queries, box, scale, batch, rows, k, v)
+                k, bad_k = guarded(k, None, zero_found=True)
+                v, bad_v = guarded(v, None, zero_found=True)
+                results = self.differentiate(box, scale, own, k, v)
+                spoils = queries.spoils[batch, :, rows], queries.spoils_dv[batch, :, rows]
+                _spoil(box, results, spoils, bad_k, bad_v)
             else:
-                operands = queries.rows_of_call[batch, rows]
-                dq, dk, dv = self.differentiate(box, scale, operands, aligned(k), aligned(v))
+                results = self.differentiate(box, scale, own, aligned(k), aligned(v))
+            dq, dk, dv = results
             grads.add_dq(task.batch, rows, dq)
             grads.add_dkv(task.batch, task.k_chunk, band.k0, band.k1, dk, dv)
 
-    def _isolated(
-        self,
-        queries: NativeQueries,
-        box: Band,
-        scale: float,
-        batch: slice,
-        rows: slice,
-        k: Tensor,
-        v: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK, dV of a call with masked pairs: NaN reaches exactly what depends on it."""
-        call, *flags = queries.isolated
-        for_dk, for_dv = (x[batch, :, rows] for x in flags)
-        bad_k, bad_v = _broken(k), _broken(v)
-        dq, dk, dv = self.differentiate(
-            box, scale, call[batch, rows], _masked(k, bad_k), _masked(v, bad_v)
-        )
-        heads_q, heads_kv = call.q.shape[2], k.shape[2]
-        seen_k, seen_v = (seen_by_queries(box, x, heads_q) for x in (bad_k, bad_v))
-        for_dk, for_dv = for_dk | seen_k | seen_v, for_dv | seen_k
-        return (
-            _spoilt(dq, for_dk),
-            _spoilt(dk, seen_by_keys(box, for_dk, heads_kv)),
-            _spoilt(dv, seen_by_keys(box, for_dv, heads_kv)),
-        )
+    def _calls(
+        self, queries: Queries, tasks: Sequence[Task]
+    ) -> Iterator[tuple[Task, Band, slice, slice]]:
+        """(task, band of a call, its batch rows, its rows of the local tensors), in list order."""
+        for task in tasks:
+            batch = slice(None) if task.batch is None else slice(task.batch, task.batch + 1)
+            for whole in task.bands:
+                trimmed = whole.trimmed()
+                if trimmed is None:
+                    continue
+                for band in self.cut(trimmed):
+                    yield task, band, batch, queries.rows(task.q_chunk, band.q0, band.q1)
+
+
+def _spoil(
+    box: Band,
+    results: tuple[Tensor, Tensor, Tensor],
+    spoils: tuple[Tensor, Tensor],
+    bad_k: Tensor,
+    bad_v: Tensor,
+) -> None:
+    """NaN into dQ, dK, dV of a call with masked pairs, where they depend on what became zeros."""
+    dq, dk, dv = results
+    heads_q, heads_kv = dq.shape[2], dk.shape[2]
+    seen_k, seen_v = (seen_by_queries(box, x, heads_q) for x in (bad_k, bad_v))
+    for_dk, for_dv = spoils[0] | seen_k | seen_v, spoils[1] | seen_k
+    fill_rows(dq, for_dk, torch.nan)
+    fill_rows(dk, seen_by_keys(box, for_dk, heads_kv), torch.nan)
+    fill_rows(dv, seen_by_keys(box, for_dv, heads_kv), torch.nan)
+
+
+def guarded(x: Tensor, dead: Tensor | None, *, zero_found: bool) -> tuple[Tensor, Tensor]:
+    """A contiguous copy of x (b, n, h, d), and flags (b, h, n) of rows that are not finite.
+
+    Rows flagged in ``dead`` are zeroed and never found; with ``zero_found`` those found are zeroed.
+    """
+    kernels = fused(x.device)
+    if kernels is not None and kernels.takes(x):
+        copy, found = kernels.guard(x, dead, zero_found=zero_found)
+        return copy, found
+    found = broken(x.transpose(1, 2))
+    if dead is not None:
+        found = found & ~dead
+    copy = x.clone(memory_format=torch.contiguous_format)
+    for flags in (dead, found if zero_found else None):
+        if flags is not None:
+            copy.masked_fill_(flags.transpose(1, 2).unsqueeze(-1), 0)
+    return copy, found
+
+
+def fill_rows(x: Tensor, flags: Tensor, value: float) -> None:
+    """``value`` (0 or NaN) into the rows of x (b, n, h, d) that flags (b, h, n) name, in place."""
+    kernels = fused(x.device)
+    if kernels is not None and kernels.takes(x):
+        kernels.fill_rows(x, flags, value)
+    else:
+        x.masked_fill_(flags.transpose(1, 2).unsqueeze(-1), value)
+
+
+def _zeroed(x: Tensor | None, where: Tensor) -> Tensor | None:
+    return None if x is None else x.masked_fill(where, 0)
 
 
 def masks_pairs(box: Band) -> bool:
@@ -207,25 +264,3 @@ def aligned(x: Tensor) -> Tensor:
     step = 16 // x.element_size()
     fits = x.stride(-1) == 1 and not any(s % step for s in x.stride()[:-1])
     return x if fits and x.data_ptr() % 16 == 0 else x.contiguous()
-
-
-def _calls(queries: Queries, tasks: Sequence[Task]) -> Iterator[tuple[Task, Band, slice, slice]]:
-    """(task, trimmed band, its batch rows, its rows of the local tensors), in list order."""
-    for task in tasks:
-        batch = slice(None) if task.batch is None else slice(task.batch, task.batch + 1)
-        for whole in task.bands:
-            band = whole.trimmed()
-            if band is not None:
-                yield task, band, batch, queries.rows(task.q_chunk, band.q0, band.q1)
-
-
-def _broken(x: Tensor) -> Tensor:
-    return broken(x.transpose(1, 2))
-
-
-def _masked(x: Tensor, where: Tensor) -> Tensor:
-    return zeroed(x.transpose(1, 2), where).transpose(1, 2)
-
-
-def _spoilt(x: Tensor, where: Tensor) -> Tensor:
-    return spoil(x.transpose(1, 2), where).transpose(1, 2)

@@ -14,7 +14,8 @@ Bytes: a device-to-device copy, MXFP8 encode and decode, and the merge of partia
 bytes that must be read and written, for K or V of the given sizes. Every repetition finds the L2
 cache full of something else.
 
-Each number is the median of repetitions timed by events on the device.
+Each number is the median of repetitions timed by events on the device. ``--host`` times the host
+instead: microseconds in which one small call is issued, without waiting for it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import argparse
 import json
 import platform
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -55,6 +57,9 @@ def median_seconds(call: Callable[[], Any], repetitions: int, flush: Tensor | No
     for _ in range(repetitions):
         if flush is not None:
             flush.zero_()
+            torch.cuda._sleep(
+                1_000_000
+            )  # half a millisecond: the host is ahead when the call starts
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         call()
@@ -226,6 +231,38 @@ def attention_rows(
     return rows
 
 
+def host_rows() -> list[dict[str, Any]]:
+    """Microseconds of the host for a call on 256 tokens, one rank: what bounds short steps."""
+    rows = []
+
+    def measure(name: str, call: Callable[[], Any]) -> None:
+        for _ in range(5):
+            call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(50):
+            call()
+        rows.append({"what": name, "host_us": (time.perf_counter() - start) / 50 * 1e6})
+        torch.cuda.synchronize()
+
+    x = Inputs(256, 8, 8)
+    for name, (forward, backward) in direct_calls(x).items():
+        measure(f"{name}, forward", forward)
+        measure(f"{name}, backward", backward)
+    for name in KERNELS:
+        try:
+            rank = Rank(x, load_kernel(name), 1)
+        except MissingLibraryError:
+            continue
+        out, lse = rank.forward()
+        measure(f"ours, {name}, forward", rank.forward)
+        measure(f"ours, {name}, backward", lambda r=rank, o=out, e=lse: r.backward(o, e))
+    state = State(1, 256, 8, HEAD_DIM, device=DEVICE)
+    lse = torch.zeros(1, 8, 256, device=DEVICE)
+    measure("merge", lambda: state.merge(None, slice(0, 256), x.q, lse))
+    return rows
+
+
 # ---- bytes --------------------------------------------------------------------------------------
 
 
@@ -327,6 +364,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--heads-kv", type=int, default=8)
     parser.add_argument("--hops", type=int, default=8, help="also a rank of a ring of this many")
     parser.add_argument("--bytes", default="16,64,256,1024", help="MiB of K, or 'none'")
+    parser.add_argument("--host", action="store_true", help="also the host's time for small calls")
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--json", help="write all numbers to this file")
     options = parser.parse_args(argv)
@@ -353,6 +391,9 @@ def main(argv: list[str] | None = None) -> int:
         )
         print_rows(rows)
         results["attention"] += rows
+    if options.host:
+        results["host"] = host_rows()
+        print_rows(results["host"])
     if options.json:
         with open(options.json, "w") as file:
             json.dump(results, file, indent=1)

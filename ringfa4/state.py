@@ -131,7 +131,7 @@ class State:
         the operators of :meth:`merge_state` pass over it twice. Both keep the algebra above.
         """
         kernels = fused(self.acc.device)
-        if kernels is None or not kernels.merges(self.acc, [(out, lse)]):
+        if kernels is None or not kernels.merges(self.acc, out, lse):
             self.merge_state(batch, rows, out, lse, torch.ones_like(lse))
             return
         for into, part, a, b, seen in _claims(

@@ -13,12 +13,21 @@ import threading
 from importlib import import_module
 from typing import Any
 
-from ringfa4.kernels.cute.specs import DecodeSpec, EncodeSpec, MergeSpec, Spec
+from ringfa4.kernels.cute.specs import (
+    DecodeSpec,
+    EncodeSpec,
+    FillSpec,
+    GuardSpec,
+    MergeSpec,
+    Spec,
+)
 
 KERNELS = {
     EncodeSpec: "ringfa4.kernels.cute.encode:Encode",
     DecodeSpec: "ringfa4.kernels.cute.decode:Decode",
     MergeSpec: "ringfa4.kernels.cute.merge:Merge",
+    GuardSpec: "ringfa4.kernels.cute.guard:Guard",
+    FillSpec: "ringfa4.kernels.cute.guard:Fill",
 }
 
 _TRACING = threading.Lock()

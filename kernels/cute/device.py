@@ -57,8 +57,21 @@ def store(address: Int64, words: Sequence[Any], predicate: Int32) -> None:
     )
 
 
-def store_byte(address: Int64, byte: Int32) -> None:
-    inline_ptx("st.global.u8 [{$r0}], {$r1};", read_only_args=[address, byte])
+def load_byte(address: Int64, predicate: Int32) -> Any:
+    """A byte as Int32, or 0."""
+    return inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; mov.b32 {$w0}, 0; "
+        "@p ld.global.u8 {$w0}, [{$r0}]; }",
+        write_only_types=[Int32],
+        read_only_args=[address, predicate],
+    )
+
+
+def store_byte(address: Int64, byte: Int32, predicate: Int32) -> None:
+    inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; @p st.global.u8 [{$r0}], {$r1}; }",
+        read_only_args=[address, byte, predicate],
+    )
 
 
 def bits(x: Float32) -> Any:

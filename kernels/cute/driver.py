@@ -8,15 +8,17 @@ is given.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 
 from ringfa4.errors import RingError
 
-_TYPES = {"q": ctypes.c_int64, "i": ctypes.c_int32}
+_BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
+"""CU_LAUNCH_PARAM_*: arguments as one packed buffer, which is several times as fast as one by one.
+"""
 
 
 @cache
@@ -37,7 +39,7 @@ class Kernel:
 
     def __init__(self, cubin: bytes, entry: str, signature: str, threads: int) -> None:
         cuda = _cuda()
-        self._types = [_TYPES[letter] for letter in signature]
+        self._arguments = struct.Struct("@" + signature)  # aligned as the kernel's parameters are
         self._threads = threads
         self._cubin = cubin  # the driver may read it later
         library = ctypes.c_void_p()
@@ -51,18 +53,21 @@ class Kernel:
             f"finding {entry}",
         )
 
-    def launch(self, grid: tuple[int, int, int], stream: Any, arguments: Sequence[int]) -> None:
-        """On ``stream`` (a torch stream, of the current device)."""
-        _bind_context(stream.device_index)
-        values = [kind(value) for kind, value in zip(self._types, arguments, strict=True)]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        _check(
-            _cuda().cuLaunchKernel(
-                self._kernel, *grid, self._threads, 1, 1, 0,
-                ctypes.c_void_p(stream.cuda_stream), pointers, None,
-            ),
-            f"launching over {grid}",
-        )  # fmt: skip
+    def launch(
+        self, grid: tuple[int, int, int], device: int, stream: int, arguments: Sequence[int]
+    ) -> None:
+        """On ``stream`` (a handle) of the current device, ``device``."""
+        _bind_context(device)
+        packed = self._arguments.pack(*arguments)
+        buffer = ctypes.create_string_buffer(packed, len(packed))
+        size = ctypes.c_size_t(len(packed))
+        extra = (ctypes.c_void_p * 5)(
+            _BUFFER_POINTER, ctypes.addressof(buffer), _BUFFER_SIZE, ctypes.addressof(size), _END
+        )
+        code = _cuda().cuLaunchKernel(
+            self._kernel, *grid, self._threads, 1, 1, 0, ctypes.c_void_p(stream), None, extra
+        )
+        _check(code, "launching a fused kernel")
 
 
 def _bind_context(device: int) -> None:

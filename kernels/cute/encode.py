@@ -200,7 +200,7 @@ class Encode:
         padded = -(-len(codes) // 4) * 4
         for t in range(padded):
             byte = self._of_lane(codes[t], group) if t < len(codes) else Int32(127)
-            dev.store_byte(to + (t // 4 * 512 + t % 4 * 4), byte)
+            dev.store_byte(to + (t // 4 * 512 + t % 4 * 4), byte, Int32(1))
 
     @staticmethod
     def _of_lane(codes: list[Any], index: Any) -> Any:

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from ringfa4.kernels.cute import cache
 from ringfa4.kernels.cute.driver import Kernel, architecture
-from ringfa4.kernels.cute.specs import PARTIALS, RUN, DecodeSpec, EncodeSpec, MergeSpec, Spec
+from ringfa4.kernels.cute.specs import (
+    PARTIALS,
+    DecodeSpec,
+    EncodeSpec,
+    FillSpec,
+    GuardSpec,
+    MergeSpec,
+    Spec,
+)
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 RECORD = 128
@@ -49,29 +57,37 @@ def _build(spec: Spec, arch: str) -> cache.Binary:
     return cache.Binary(cubin, entry)
 
 
-def _launch(spec: Spec, device: torch.device, grid: tuple[int, int, int], *args: int) -> None:
-    if 0 in grid:
-        return
-    with torch.cuda.device(device):
-        stream = torch.cuda.current_stream(device)
-        kernel(spec, architecture(device)).launch(grid, stream, args)
+@lru_cache(maxsize=64)
+def _about(device: torch.device) -> tuple[int, str, bool]:
+    """(index, architecture, whether the hardware converts E4M3)."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return index, architecture(device), torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _native(device: torch.device) -> bool:
-    """Whether the hardware converts E4M3."""
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    return _about(device)[2]
+
+
+def _launch(spec: Spec, device: torch.device, grid: tuple[int, int, int], *args: int) -> None:
+    if 0 in grid:
+        return
+    index, arch, _ = _about(device)
+    own = kernel(spec, arch)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    if torch.cuda.current_device() == index:
+        own.launch(grid, index, stream, args)
+    else:
+        with torch.cuda.device(index):
+            own.launch(grid, index, stream, args)
 
 
 def takes(x: Tensor) -> bool:
     """Rows of 16-byte pieces, in a dtype that the kernels know."""
+    if x.dtype not in DTYPES or x.stride(-1) != 1:
+        return False
     size = x.element_size()
-    return (
-        x.dtype in DTYPES
-        and x.stride(-1) == 1
-        and x.shape[-1] % RUN == 0
-        and x.data_ptr() % 16 == 0
-        and not any(s * size % 16 for s in x.stride()[:-1])
-    )
+    extents = x.shape[-1], *x.stride()[:-1]
+    return x.data_ptr() % 16 == 0 and not any(n * size % 16 for n in extents)
 
 
 # ---- MXFP8 --------------------------------------------------------------------------------------
@@ -131,19 +147,9 @@ def decode(
 # ---- the running state --------------------------------------------------------------------------
 
 
-def merges(acc: Tensor, partials: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Whether :func:`merge` takes these: alike, at most PARTIALS, rows in 16-byte pieces."""
-    out, lse = partials[0]
-    return (
-        acc.dtype == torch.float32
-        and len(partials) <= PARTIALS
-        and takes(acc)
-        and all(takes(o) and o.stride() == out.stride() for o, _ in partials)
-        and all(
-            e.dtype == torch.float32 and e.stride() == lse.stride() and e.stride(-1) == 1
-            for _, e in partials
-        )
-    )
+def merges(acc: Tensor, out: Tensor, lse: Tensor) -> bool:
+    """Whether :func:`merge` takes such a state and such a partial."""
+    return acc.dtype == lse.dtype == torch.float32 and lse.stride(-1) == 1 and takes(out)
 
 
 def merge(
@@ -156,20 +162,61 @@ def merge(
 ) -> None:
     """Partials (out (b, n, h, dv), lse (b, h, n)) into acc (b, n, h, dv), max and sum (b, h, n).
 
-    ``first`` assigns: the state's contents are not read.
+    At most PARTIALS, of one dtype and with one set of strides; acc, max and sum are slices of
+    contiguous tensors. ``first`` assigns: the state's contents are not read.
     """
     batch, tokens, heads, dv = acc.shape
     out, lse = partials[0]
-    assert merges(acc, partials) and max.stride() == sum.stride(), "ask merges() first"
-    assert acc.stride(2) == dv and max.stride(-1) == 1, (acc.stride(), max.stride())
-    spec = MergeSpec.of(DTYPES[out.dtype], dv, heads, len(partials), first)
+    spec = _merge_spec(DTYPES[out.dtype], dv, heads, len(partials), first)
+    acc_b, acc_s, _, _ = acc.stride()
+    row_b, row_h, _ = max.stride()
+    out_b, out_s, out_h, _ = out.stride()
+    lse_b, lse_h, _ = lse.stride()
     size = out.element_size()
     given = [x.data_ptr() for pair in partials for x in pair]
+    given += [0] * (2 * PARTIALS - len(given))
     _launch(
         spec, acc.device, (-(-tokens // spec.tokens), -(-heads // spec.heads), batch),
         acc.data_ptr(), max.data_ptr(), sum.data_ptr(),
-        acc.stride(0) * 4, acc.stride(1) * 4, max.stride(0) * 4, max.stride(1) * 4,
-        tokens, heads,
-        *(out.stride(n) * size for n in (0, 1, 2)), lse.stride(0) * 4, lse.stride(1) * 4,
-        *given, *[0] * (2 * (PARTIALS - len(partials))),
+        acc_b * 4, acc_s * 4, row_b * 4, row_h * 4, tokens, heads,
+        out_b * size, out_s * size, out_h * size, lse_b * 4, lse_h * 4, *given,
+    )  # fmt: skip
+
+
+_merge_spec = lru_cache(maxsize=256)(MergeSpec.of)
+
+
+# ---- rows that are not finite -------------------------------------------------------------------
+
+
+def guard(x: Tensor, dead: Tensor | None, *, zero_found: bool) -> tuple[Tensor, Tensor]:
+    """A contiguous copy of x (b, n, h, d) and the flags (b, h, n) of its rows that are not finite.
+
+    Rows flagged in ``dead`` are zeroed and never found; with ``zero_found`` those found are zeroed
+    too.
+    """
+    batch, tokens, heads, d = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    found = torch.empty(batch, heads, tokens, dtype=torch.bool, device=x.device)
+    spec = GuardSpec(DTYPES[x.dtype], d, dead is not None, zero_found)
+    dead = None if dead is None else dead.contiguous()
+    size, step = x.element_size(), spec.rows * spec.groups
+    _launch(
+        spec, x.device, (-(-tokens * heads // step), batch, 1 if tokens * heads else 0),
+        x.data_ptr(), *(x.stride(n) * size for n in (0, 1, 2)), out.data_ptr(),
+        0 if dead is None else dead.data_ptr(), found.data_ptr(), tokens, heads,
+    )  # fmt: skip
+    return out, found
+
+
+def fill_rows(x: Tensor, flags: Tensor, value: float) -> None:
+    """``value`` (0 or NaN) into the rows of x (b, n, h, d) that flags (b, h, n) name, in place."""
+    batch, tokens, heads, d = x.shape
+    flags = flags if flags.stride(-1) == 1 else flags.contiguous()
+    spec = FillSpec(d * x.element_size(), 0 if value == 0 else -1)  # all ones are a NaN everywhere
+    size = x.element_size()
+    _launch(
+        spec, x.device, (-(-tokens // spec.THREADS), heads, batch),
+        x.data_ptr(), *(x.stride(n) * size for n in (0, 1, 2)),
+        flags.data_ptr(), flags.stride(0), flags.stride(1), tokens,
     )  # fmt: skip

@@ -142,7 +142,7 @@ class Merge:
             old = None
             if not spec.first:
                 at = acc + token * acc_s + (head * (4 * spec.dv) + run * (4 * RUN))
-                words = dev.load(at, 4, exists) + dev.load(at + 16, 4, exists)
+                words = dev.load(at, RUN, exists)
                 row = head * row_h + token * Int64(4)
                 old = (
                     dev.unpack(words, "fp32"),
@@ -152,9 +152,7 @@ class Merge:
             new = []
             for out, lse in partials:
                 at = out + token * out_s + head * out_h + run * Int64(RUN * size)
-                words = dev.load(at, 4, exists)
-                if size == 4:
-                    words = words + dev.load(at + 16, 4, exists)
+                words = dev.load(at, RUN * size // 4, exists)
                 row = lse + head * lse_h + token * Int64(4)
                 new.append((words, dev.from_bits(dev.load_shared_line(row, exists))))
             loaded.append((old, new))
@@ -187,9 +185,7 @@ class Merge:
                     live = dev.select(dead, Float32(0.0), x)
                     values[n] = dev.fused_multiply_add(live, weight, values[n])
             at = acc + token * acc_s + (head * (4 * spec.dv) + run * (4 * RUN))
-            words = dev.pack(values, "fp32")
-            dev.store(at, words[:4], exists)
-            dev.store(at + 16, words[4:], exists)
+            dev.store(at, dev.pack(values, "fp32"), exists)
             row = head * row_h + token * Int64(4)
             owner = exists & dev.equal(run, Int32(0))
             dev.store(max + row, [dev.bits(top)], owner)

@@ -14,11 +14,12 @@ from typing import ClassVar
 TILE = 32
 """Tokens and columns of a tile: what a warp of encode and decode holds at a time."""
 
-RUN = 8
-"""Elements of a row that a thread of merge handles together."""
+RUN = 4
+"""Elements of a row that a thread of merge handles together: 16 bytes of fp32, so that neighbouring
+threads read and write neighbouring 16 bytes of the state, whole sectors at a time."""
 
 PARTIALS = 4
-"""Most partials that one merge takes: each adds up to 8 registers a run."""
+"""Most partials that one merge takes: each adds up to 4 registers a run."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,52 @@ class MergeSpec:
 
     @classmethod
     def of(cls, dtype: str, dv: int, heads: int, partials: int, first: bool) -> MergeSpec:
-        """Blocks of 8 tokens or more (they share sectors of lse) and about 4 runs a thread."""
-        rows = max(8, 4 * cls.THREADS * RUN // dv)
+        """Blocks of 8 tokens or more (they share sectors of lse) and about 8 runs a thread."""
+        rows = max(8, 8 * cls.THREADS * RUN // dv)
         here = 1
         while here * 2 <= min(heads, rows // 8):
             here *= 2
         return cls(dtype, dv, partials, first, max(8, rows // here // 8 * 8), here)
 
 
-Spec = EncodeSpec | DecodeSpec | MergeSpec
+@dataclass(frozen=True)
+class GuardSpec:
+    """``given``: rows that the caller flags are zeroed; ``zero_found``: those not finite are."""
+
+    SIGNATURE: ClassVar[str] = "qqqqqqqii"
+    THREADS: ClassVar[int] = 256
+
+    dtype: str
+    d: int
+    given: bool
+    zero_found: bool
+
+    @property
+    def lanes(self) -> int:
+        """Neighbouring threads that share a row: a power of two, at most its 16-byte pieces."""
+        pieces = self.d * (4 if self.dtype == "fp32" else 2) // 16
+        return 1 << min(4, pieces.bit_length() - 1)
+
+    @property
+    def groups(self) -> int:
+        """Rows that a block handles at once."""
+        return self.THREADS // self.lanes
+
+    @property
+    def rows(self) -> int:
+        """Rows of each thread, all loaded before the first is used."""
+        return 4
+
+
+@dataclass(frozen=True)
+class FillSpec:
+    """``word``: four bytes that repeat through a row of ``row_bytes``."""
+
+    SIGNATURE: ClassVar[str] = "qqqqqqqi"
+    THREADS: ClassVar[int] = 128
+
+    row_bytes: int
+    word: int
+
+
+Spec = EncodeSpec | DecodeSpec | MergeSpec | GuardSpec | FillSpec

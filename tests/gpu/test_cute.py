@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ringfa4.fused import fused, why_not
+from ringfa4.kernels.native import fill_rows, guarded
 from ringfa4.mx.wire import MXFP8, MXFP8_1X32, MxWire
 from ringfa4.shard import Chunk, Shard
 from ringfa4.state import State
@@ -175,7 +176,7 @@ def test_merging_keeps_the_algebra(heads: int, dv: int, dtype: torch.dtype) -> N
         (rows, *partial(2, rows.stop - rows.start, heads, dv, dtype, seed))
         for seed, rows in enumerate(ranges)
     ]
-    out, lse = merged(parts, DEVICE, False).finalise(torch.float32)
+    out, lse = (x.cpu() for x in merged(parts, DEVICE, False).finalise(torch.float32))
     want_out, want_lse = merged(parts, CPU, True).finalise(torch.float64)
     # Five merges: a rounding of fp32 and two of ex2.approx (2^-22) for each weight.
     for got, want in ((out, want_out), (lse, want_lse)):
@@ -200,7 +201,7 @@ def test_several_partials_at_once_are_several_merges() -> None:
         again = merged([(whole, *part) for part in parts[1:]], CPU, True)
         for a, b in ((got, want), (first, again)):
             for x, y in zip(a.finalise(torch.float32), b.finalise(torch.float64), strict=True):
-                result = compare(x, y)
+                result = compare(x.cpu(), y)
                 assert result.misplaced == 0, result
                 assert result.max_abs <= 5 * 2.0**-20 * float(y[y.isfinite()].abs().max())
 
@@ -224,3 +225,32 @@ def test_merging_repeats_to_the_bit() -> None:
     first, second = merged(parts, DEVICE, False), merged(parts, DEVICE, False)
     assert torch.equal(first.max, second.max) and torch.equal(first.sum, second.sum)
     assert torch.equal(first.acc, second.acc)
+
+
+# ---- rows that are not finite -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("d", [8, 80, 96, 128, 256])
+def test_guarding_is_that_of_the_operators(dtype: torch.dtype, d: int) -> None:
+    wide = values(2, 131, 6, d, dtype=dtype, seed=d)
+    dead = torch.rand(2, 3, 131, generator=torch.Generator().manual_seed(1)) < 0.1
+    for x in (wide[:, :, ::2], wide[:, :, :3].contiguous()):
+        for given in (None, dead):
+            for zero_found in (False, True):
+                want = guarded(x, given, zero_found=zero_found)
+                there = None if given is None else given.to(DEVICE)
+                got = guarded(x.to(DEVICE), there, zero_found=zero_found)
+                assert torch.equal(got[1].cpu(), want[1])
+                assert torch.equal(*(torch.nan_to_num(y[0].cpu(), 1.5) for y in (got, want)))
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan])
+def test_filling_changes_the_flagged_rows_only(value: float) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.randn(2, 300, 5, 96, device=DEVICE).to(dtype)
+        flags = torch.rand(2, 5, 300, device=DEVICE) < 0.1
+        want = x.masked_fill(flags.transpose(1, 2).unsqueeze(-1), value)
+        fill_rows(x, flags, value)
+        assert torch.equal(torch.isnan(x), torch.isnan(want))
+        assert torch.equal(torch.nan_to_num(x, 7.0), torch.nan_to_num(want, 7.0))

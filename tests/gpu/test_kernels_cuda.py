@@ -14,7 +14,7 @@ from ringfa4.errors import MissingLibraryError
 from ringfa4.kernels.cuda_aten import CUDNN_PAIRS, _for_cudnn
 from ringfa4.kernels.interface import KernelSpec
 from ringfa4.kernels.registry import load_kernel
-from ringfa4.mask import Band
+from ringfa4.mask import Band, Mask
 
 pytestmark = pytest.mark.gpu
 
@@ -35,11 +35,27 @@ class OnCuda(KernelContract):
         assert "dk=84" in (kernel.supports(replace(spec, dk=84)) or "")
         assert "cpu" in (kernel.supports(replace(spec, device="cpu", arch=None)) or "")
 
-    @pytest.mark.parametrize("dlse", [False, True])
-    def test_large(self, dlse: bool) -> None:
-        """Many tiles a call, and for cuda_aten the sizes that go to cuDNN."""
-        self.check(self.case(masks.causal(2304), batch=1, chunks=1, dlse=dlse))
-        self.check(self.case(masks.full(2048, 2176), batch=1, chunks=1, dims=(128, 128)))
+    LARGE = (
+        masks.causal(2304),
+        masks.causal(520, 700, "bottom-right"),
+        masks.causal(700, 520),
+        masks.window(700, left=300),
+        masks.window(700, left=200, right=150),
+        masks.window(600, 700, left=50, right=None),
+        masks.full(2048, 2176),
+    )
+
+    @pytest.mark.parametrize("mask", LARGE, ids=lambda m: f"{m.name} {m.seq_q} {m.seq_k}")
+    def test_large(self, mask: Mask) -> None:
+        """Several tiles each way in a call; the largest go to cuDNN in cuda_aten."""
+        for dims in ((64, 64), (128, 128)):
+            self.check(self.case(mask, batch=1, chunks=1, dims=dims))
+        self.check(self.case(mask, batch=1, chunks=1, dlse=True))
+
+    def test_external_lse(self) -> None:
+        """bf16 only: in fp16 the P of a merge over many keys is subnormal, whatever the library."""
+        self.dtypes = (torch.bfloat16,)
+        super().test_external_lse()
 
 
 class TestCudaAten(OnCuda):
@@ -75,6 +91,19 @@ class TestCudaAten(OnCuda):
 
 class TestFa4(OnCuda):
     kernel = "fa4"
+    heads_and_dims = (
+        (8, 2, 128, 128),
+        (4, 1, 32, 32),
+        (2, 2, 192, 128),
+        (2, 2, 48, 80),
+        (1, 1, 256, 256),
+    )
+
+    def test_refuses_gqa_with_two_widths_in_backward_only(self) -> None:
+        spec = KernelSpec("cuda", (9, 0), torch.bfloat16, "bf16", 8, 2, 192, 128, frozenset(), True)
+        assert "dk" in (self.make().supports(spec) or "")
+        assert self.make().supports(replace(spec, backward=False)) is None
+        assert self.make().supports(replace(spec, arch=(10, 0))) is None
 
     @pytest.fixture(autouse=True)
     def _installed(self) -> None:
@@ -85,7 +114,7 @@ class TestFa4(OnCuda):
 
 
 class TestFa4Nondeterministic(TestFa4):
-    """What the fast sum of dQ changes is repetition alone, so one mask is enough."""
+    """The sum of dQ alone differs, and repeats to rounding only."""
 
     kernel = "fa4-nondeterministic"
 
