@@ -166,28 +166,27 @@ def test_any_records_are_one_contiguous_copy(wire, direction, data):
 @both_directions
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_decoded_values_are_the_rounded_inputs(wire, direction, dtype):
-    k, v = (x.to(dtype) for x in inputs(RECORD + 40))
-    shard = Shard((Chunk(0, RECORD), Chunk(500, 40)))
+    first = 2 * RECORD
+    k, v = (x.to(dtype) for x in inputs(first + 40))
+    shard = Shard((Chunk(0, first), Chunk(500, 40)))
     view = opened(wire, k, v, shard, encode(wire, k, v, shard, direction), direction)
 
     def due(x: Tensor, along: str) -> Tensor:
         shape = wire.shape(along)
         by_head = x.float().transpose(1, 2)
-        parts = []
-        for piece in by_head.split([RECORD, 40], 2):
-            parts.append(rounded(piece, shape))
+        parts = [rounded(piece, shape) for piece in by_head.split([first, 40], 2)]
         return torch.cat(parts, 2).transpose(1, 2)
 
-    got = [view.keys_values(0, 0, RECORD), view.keys_values(1, 3, 40)]
+    got = [view.keys_values(0, 0, first), view.keys_values(1, 3, 40)]
     along_v = "seq" if direction == "forward" else "d"
     for pieces, x, along in ((0, k, "d"), (1, v, along_v)):
         exact = due(x, along)
-        assert torch.equal(got[0][pieces].float(), exact[:, :RECORD])
-        assert torch.equal(got[1][pieces].float(), exact[:, RECORD + 3 :])
+        assert torch.equal(got[0][pieces].float(), exact[:, :first])
+        assert torch.equal(got[1][pieces].float(), exact[:, first + 3 :])
         assert got[0][pieces].dtype == dtype
     if direction == "backward":
-        for_dq = view.operand("k", "seq", 0, 0, RECORD, torch.float32)
-        assert torch.equal(for_dq, due(k, "seq")[:, :RECORD])
+        for_dq = view.operand("k", "seq", 0, 0, first, torch.float32)
+        assert torch.equal(for_dq, due(k, "seq")[:, :first])
 
 
 @both_directions
