@@ -125,26 +125,3 @@ def ring_as_on_virtual_ranks(rank: int, transport: Transport, control: Control) 
         here = ~mine[name].isnan()
         assert bool(here.any()) and torch.equal(mine[name][here], whole[here]), name
     return True
-
-
-def pull_rate(rank: int, transport: Transport, control: Control, *, nbytes: int) -> float:
-    """GB/s at which this rank pulls from the next while it is pulled from: best of five calls."""
-    plans = contract.full(transport.world, nbytes, backward=False)
-    best = 0.0
-    for call in range(6):
-        control.gather(b"%d" % call)
-        exchange = transport.open(plans[rank])
-        exchange.publish()
-        torch.cuda.synchronize()
-        control.gather(b"published")
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for t in range(1, transport.world):
-            exchange.fetch(t).wait()
-        stop.record()
-        exchange.finish()
-        torch.cuda.synchronize()
-        if call:
-            moved = (transport.world - 1) * nbytes
-            best = max(best, moved / start.elapsed_time(stop) / 1e6)
-    return best
