@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringfa4 import mask as masks
-from ringfa4 import ops
+from ringfa4 import ops, packing
 from ringfa4 import shard as shardings
 from ringfa4.context import DEFAULT_TIMEOUT_S, Context, context_for
 from ringfa4.mask import Mask
@@ -190,6 +190,24 @@ class ContextParallel:
         _require_side(side)
         return ops.positions(self.problem, side, self.rank).to(self.context.device)
 
+    def position_ids(self, *, side: str = "q") -> Tensor:
+        """(mask rows, s) int64: how far each of this rank's tokens is from the start of its
+        document, as a document alone would be numbered. One row unless the mask has one per batch
+        row.
+        """
+        return packing.position_ids(self.mask, self.positions(side=side), side=side)
+
+    def shift_labels(self, labels: Tensor, ignore_index: int = packing.IGNORE) -> Tensor:
+        """This rank's next-token labels (..., s), from the whole (..., seq) before any shift.
+
+        The shift comes before the sharding, so a shard's last token keeps its label; the last token
+        of each document gets ``ignore_index``. A rank may get nothing but ``ignore_index``: sum the
+        losses and divide by the number of labels on *all* ranks, since a rank's own mean would be
+        0 / 0, and equal ranks' means are not the mean.
+        """
+        shifted = packing.shift_labels(labels, self.mask, ignore_index=ignore_index)
+        return shifted.index_select(-1, self.positions().to(labels.device))
+
     def explain(self) -> list[str]:
         """What was taken and why: transport, wire, and each kernel choice made so far."""
         wire = self.problem.wire or "the inputs' dtype"
@@ -278,8 +296,8 @@ def build_mask(
     right = 0 if causal else right
     if cu_seqlens is not None:
         return masks.documents(
-            _integers(cu_seqlens),
-            None if cu_seqlens_k is None else _integers(cu_seqlens_k),
+            packing.integers(cu_seqlens, "cu_seqlens"),
+            None if cu_seqlens_k is None else packing.integers(cu_seqlens_k, "cu_seqlens_k"),
             causal=causal,
             left=left,
             right=None if causal else right,
@@ -301,11 +319,6 @@ def build_sharding(sharding: str | Sharding, mask: Mask, world: int, side: str) 
     if isinstance(sharding, Sharding):
         return sharding
     return shardings.by_name(sharding, mask, world, side)
-
-
-def _integers(cu_seqlens: CuSeqlens) -> list[int]:
-    values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
-    return [int(x) for x in values]
 
 
 def _require_side(side: str) -> None:
