@@ -164,6 +164,7 @@ class KernelContract:
     kernel: str
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     device = "cpu"
+    arch: tuple[int, int] | None = None
     wire: str | None = None
     seq = 150
     heads = (4, 2)
@@ -263,11 +264,12 @@ class KernelContract:
     def test_supports_what_it_is_tested_on(self) -> None:
         wire = wire_format(self.wire, self.dtypes[0]).name
         spec = KernelSpec(
-            self.device, None, self.dtypes[0], wire, *self.heads, *self.head_dims,
+            self.device, self.arch, self.dtypes[0], wire, *self.heads, *self.head_dims,
             frozenset({"lo", "hi", "many"}), True,
         )  # fmt: skip
         assert self.make().supports(spec) is None
-        assert "heads_q" in (self.make().supports(replace(spec, heads_q=3)) or "")
+        uneven = replace(spec, heads_q=self.heads[0] + 1)
+        assert self.make().supports(uneven) is not None
 
     @pytest.mark.parametrize("name", MASKS)
     def test_masks(self, name: str) -> None:
@@ -289,7 +291,9 @@ class KernelContract:
             self.judge(name, got, case)
         q, k, v, dout = (x.double().abs().amax() for x in (case.q, case.k, case.v, case.dout))
         sums = float(v * dout) * case.v.shape[-1] * case.scale * self.rounding(case)
-        assert bool((dq.abs() <= sums * k).all()) and bool((dk.abs() <= sums * q * 2).all())
+        group = case.q.shape[2] // case.k.shape[2]
+        assert bool((dq.abs() <= sums * k).all())
+        assert bool((dk.abs() <= sums * q * group).all())
 
     @pytest.mark.parametrize("length", [2, 127, 129])
     def test_tails(self, length: int) -> None:
@@ -402,8 +406,6 @@ class KernelContract:
         exact = oracles.gradients_given(
             case.q, case.k, case.v, case.mask, truth.out, lse, case.dout, case.dlse
         )
-        quiet = replace(case, dout=case.dout.clone())
-        quiet.dout[:, 100:110] = 0
         for name, got, want in zip(("dq", "dk", "dv"), (dq, dk, dv), exact, strict=True):
             assert bool(torch.isfinite(got).all()), name
             assert compare(got, want).sqnr_db > self.least_db(case), name
