@@ -76,6 +76,7 @@ class Options:
     check: bool
     check_rows: int
     json: str | None
+    trace: str | None
     seed: int
     timeout: float
     repeat: int
@@ -163,6 +164,9 @@ def _parser() -> Parser:
         "--repeat", type=count, default=1, metavar="N", help="report the fastest of N"
     )
     what.add_argument("--json", metavar="FILE", help="results as JSON ('-': standard output)")
+    what.add_argument(
+        "--trace", metavar="FILE", help="timeline of all ranks, as JSON for ui.perfetto.dev"
+    )
     return parser
 
 

@@ -12,6 +12,7 @@ Waiting for a rank that is behind counts as waited: where cores are short, hidde
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import sys
@@ -26,6 +27,7 @@ import torch
 from ringfa4 import ContextParallel
 from ringfa4.context import Context
 from ringfa4.launch.checks import Checker, Tensors, Verdict
+from ringfa4.launch.chrome_trace import Call, document, gather
 from ringfa4.launch.console import Console, Progress
 from ringfa4.launch.options import Options
 from ringfa4.launch.peers import Peers
@@ -138,6 +140,10 @@ def run_rank(
         report.verdicts = checker.run()
     if options.output is not None:
         save(options.output, work, shards, tensors, peers)
+    if options.trace is not None:
+        parts = gather(context, measure.calls)
+        if peers.rank == 0:
+            Path(options.trace).write_text(json.dumps(document([parts])))
     report.peak_bytes = int(peers.max(torch.tensor(float(peak_bytes(context.device)))).item())
     return report
 
@@ -148,6 +154,7 @@ class _Measure:
     def __init__(self, options: Options, work: Workload, peers: Peers, console: Console) -> None:
         self.options, self.work, self.peers, self.console = options, work, peers, console
         self.passes: dict[str, Pass] = {}
+        self.calls: list[Call] = []
 
     def __call__(self, ring: Ring, name: Direction, call: Callable[[Ring, Observer], T]) -> T:
         """``call(ring, observer)`` --repeat times, the last result; then the transfers alone."""
@@ -159,7 +166,9 @@ class _Measure:
             progress = Progress(self.console, what, total)
             # On a GPU calls return before they have computed; there is nothing to pace.
             paced = replace(ring, kernel=Paced(ring.kernel, progress.add)) if on_host else ring
-            seconds, moving, result = self._timed(paced, call)
+            seconds, recorder, result = self._timed(paced, call)
+            self.calls.append(Call(what, name, ring, recorder.spans))
+            moving = self._moving(recorder)
             if seconds < best:
                 best, waited = seconds, moving
             self.console.end_line()
@@ -167,7 +176,8 @@ class _Measure:
         if on_host:
             alone = 0.0
             if peers.world > 1:
-                _, alone, _ = self._timed(replace(ring, kernel=Idle(ring.kernel)), call)
+                _, recorder, _ = self._timed(replace(ring, kernel=Idle(ring.kernel)), call)
+                alone = self._moving(recorder)
         self.passes[name] = Pass(
             seconds=best,
             tokens_per_s=work.batch * work.seq_q / best,
@@ -178,8 +188,8 @@ class _Measure:
         )
         return result
 
-    def _timed(self, ring: Ring, call: Callable[[Ring, Observer], T]) -> tuple[float, float, T]:
-        """(seconds of the slowest rank, time in MOVING spans summed over ranks, result)."""
+    def _timed(self, ring: Ring, call: Callable[[Ring, Observer], T]) -> tuple[float, Recorder, T]:
+        """(seconds of the slowest rank, this rank's spans, result)."""
         recorder = Recorder()
         self.peers.barrier()
         start = time.perf_counter()
@@ -188,7 +198,11 @@ class _Measure:
             torch.cuda.synchronize(ring.context.device)
         seconds = time.perf_counter() - start
         slowest = self.peers.max(torch.tensor(seconds, dtype=torch.float64)).item()
-        return slowest, self._sum(sum(recorder.seconds(kind) for kind in MOVING)), result
+        return slowest, recorder, result
+
+    def _moving(self, recorder: Recorder) -> float:
+        """Time in MOVING spans, summed over ranks."""
+        return self._sum(sum(recorder.seconds(kind) for kind in MOVING))
 
     def _sum(self, x: float) -> float:
         return self.peers.sum(torch.tensor(float(x), dtype=torch.float64)).item()
