@@ -17,7 +17,7 @@ import importlib.util
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +94,15 @@ def _convert(value: Any, tensors: list[torch.Tensor]) -> Any:
 class Captured:
     """One compiled host function; calling it executes its kernels on the arguments' storage."""
 
-    def __init__(self, compiled: Any, multiprocessors: int = 148) -> None:
+    def __init__(
+        self,
+        compiled: Any,
+        multiprocessors: int = 148,
+        mutate: Callable[[str], str] | None = None,
+    ) -> None:
         self.ptx: str = compiled.__ptx__
+        if mutate is not None:
+            self.ptx = mutate(self.ptx)
         self.multiprocessors = multiprocessors
         self.module = parse(self.ptx)
         self.programs: dict[str, Program] = {}

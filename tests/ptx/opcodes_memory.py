@@ -81,6 +81,19 @@ def _st(self: Lowering, mods: list[str], operands: tuple[Operand, ...]) -> Encod
     return Encoded("ST", args, TYPE[kind.upper()])
 
 
+@family("st.async")
+def _st_async(self: Lowering, mods: list[str], operands: tuple[Operand, ...]) -> Encoded:
+    mods = list(mods)
+    take(mods, ("weak", "shared::cluster", "mbarrier::complete_tx::bytes", "v2", "v4"))
+    (kind,) = mods
+    address, value, barrier = operands
+    items = value.items if isinstance(value, Vector) else (value,)
+    width = width_of(kind)
+    sources = [self.source(item, width) for item in items]
+    args = [*self.address(address), *self.address(barrier), len(items), width, *sources]
+    return Encoded("ST_ASYNC", args, TYPE[kind.upper()])
+
+
 @family("atom", "red")
 def _atom(self: Lowering, mods: list[str], operands: tuple[Operand, ...]) -> Encoded:
     mods = list(mods)

@@ -185,6 +185,7 @@ class _Scope:
         self.parent = parent
         self.registers: dict[str, Register] = {}
         self.families: dict[str, tuple[int, int]] = {}
+        self.vectors: dict[str, Vector] = {}
         self.labels: dict[str, int] = {}
 
 
@@ -292,7 +293,7 @@ class _Parser:
             elif word[1:] in WIDTHS:
                 width = WIDTHS[word[1:]]
                 return width, align or width
-            elif word not in (".v2", ".v4"):
+            else:
                 raise self.fail(f"unknown type {word!r}")
 
     def array(self) -> int | None:
@@ -394,10 +395,17 @@ class _Parser:
         )
 
     def declare_registers(self, kernel: Kernel, scope: _Scope) -> None:
+        parts = {".v2": "xy", ".v4": "xyzw"}.get(self.peek(), "")
+        if parts:
+            self.take()
         width, _ = self.declared_type()
         while True:
             name = self.take()
-            if self.accept("<"):
+            if parts:  # `.reg .v4 .s32 v` declares v.x to v.w; `v` is all of them
+                items = tuple(self.new_register(kernel, f"{name}.{part}", width) for part in parts)
+                scope.registers.update((item.name, item) for item in items)
+                scope.vectors[name] = Vector(items)
+            elif self.accept("<"):
                 count = self.integer()
                 self.take(">")
                 # `%r<9>` declares %r0..%r8. Most are never used, so they are made on first use.
@@ -493,6 +501,11 @@ class _Parser:
         register = self.find_register(kernel, scope, token)
         if register is not None:
             return register
+        outer: _Scope | None = scope
+        while outer is not None:
+            if token in outer.vectors:
+                return outer.vectors[token]
+            outer = outer.parent
         if token.startswith("%"):
             return Special(token)
         if any(token == p.name for p in kernel.parameters) or any(

@@ -164,6 +164,12 @@ struct BulkLoad : SharedLoad {
   }
 };
 
+// st.async (PTX ISA 9.7.9 "st.async"): registers to the shared memory of a CTA of the cluster.
+struct RegisterStore : SharedLoad {
+  std::array<u8, 16> data;
+  void fill(u8* destination) override { std::memcpy(destination, data.data(), bytes); }
+};
+
 struct SharedToShared : SharedLoad {
   Cta* from;
   u32 from_offset;
@@ -421,6 +427,24 @@ inline void issue_store(Machine& m, Warp& w, int lane, std::unique_ptr<SharedSto
   auto queue = std::make_shared<Queue>();
   w.bulk_open[static_cast<size_t>(lane)].push_back({queue, op->has_read, op->epoch});
   m.cluster->engine->add(std::move(op), queue);
+}
+
+inline void execute_st_async(Machine& m, Warp& w, const Insn& i, u32 mask) {
+  each(mask, [&](int l) {
+    const u32 to = static_cast<u32>(slot_value(m, w, i.a[0], l)) + static_cast<u32>(i.a[1]);
+    const u32 bar = static_cast<u32>(slot_value(m, w, i.a[2], l)) + static_cast<u32>(i.a[3]);
+    const u32 bytes = static_cast<u32>(i.a[4] * i.a[5]);
+    if (to % bytes) throw Fault("alignment", "st.async to " + hex(to));
+    if ((bar ^ to) >> 24)
+      throw Fault("protocol", "st.async: mbarrier and destination are in different CTAs");
+    auto op = std::make_unique<RegisterStore>();
+    for (int k = 0; k < i.a[4]; ++k) {
+      const u64 x = slot_value(m, w, i.a[6 + k], l);
+      std::memcpy(op->data.data() + k * i.a[5], &x, static_cast<size_t>(i.a[5]));
+    }
+    issue_load(m, w, std::move(op), to, bytes, cta_at(m, bar >> 24, "st.async"), bar & kOffsetMask,
+               "st.async");
+  });
 }
 
 inline void execute_bulk(Machine& m, Warp& w, const Insn& i, u32 mask) {

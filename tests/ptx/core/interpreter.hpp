@@ -52,10 +52,8 @@ class Interpreter {
         return Flow::Next;
       case MAPA:
         each(mask, [&](int l) {
-          const u32 rank = w.r32(i.a[2])[l];
-          if (rank >= m_.cluster->ctas.size())
-            throw Fault("bounds", "mapa to CTA " + std::to_string(rank) + " of a cluster of " +
-                                      std::to_string(m_.cluster->ctas.size()));
+          // A rank outside the cluster gives an address that faults when it is used.
+          const u32 rank = w.r32(i.a[2])[l] & 0xFF;
           const u64 a = value(w, i.a[1], l);
           put_value(w, i.a[0], l, (a & ~u64{0xFF000000}) | static_cast<u64>(rank) << 24);
         });
@@ -104,6 +102,7 @@ class Interpreter {
       case CP_ASYNC_COMMIT:
       case CP_ASYNC_WAIT:
       case CP_ASYNC_MBAR: execute_cp_async(m_, w, i, mask); return Flow::Next;
+      case ST_ASYNC: execute_st_async(m_, w, i, mask); return Flow::Next;
       case BULK_G2S:
       case BULK_S2S:
       case BULK_S2G:
