@@ -96,7 +96,7 @@ class Plan:
     ``k_sharding`` already cut there (``k_sharding.split(document_cuts(mask))``).
 
     Only :meth:`step` and :meth:`steps` build tasks and keep them; everything a rank asks about the
-    others (:meth:`ranges`, :meth:`busy`, :meth:`areas`) leaves no tasks behind.
+    others (:meth:`ranges`, :meth:`busy`, :meth:`areas`, :meth:`tally`) leaves no tasks behind.
 
     Raises ValueError when mask and shardings do not fit together.
     """
@@ -172,6 +172,16 @@ class Plan:
             sum(band.area for _, _, _, band in self._pieces(rank, self.owner(rank, t)))
             for t in range(self.world)
         )
+
+    def tally(self, rank: int, index: int) -> tuple[int, int, int]:
+        """(area, number of tasks, records) of ``step(rank, index)``."""
+        area, pairs, spans = 0, set[tuple[int, int, int]](), dict[int, tuple[int, int]]()
+        for row, q_chunk, k_chunk, band in self._pieces(rank, self.owner(rank, index)):
+            area += band.area
+            pairs.add((row, q_chunk, k_chunk))
+            k0, k1 = spans.get(k_chunk, (band.k0, band.k1))
+            spans[k_chunk] = min(k0, band.k0), max(k1, band.k1)
+        return area, len(pairs), sum(len(r) for r in _records(spans))
 
     def work(self, rank: int) -> int:
         """``sum(areas(rank))`` without visiting the owners."""

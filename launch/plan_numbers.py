@@ -1,0 +1,192 @@
+"""A plan in numbers: pairs and bytes of every rank in every step.
+
+    step t of rank r:   pairs   (query, key) pairs that the mask allows, over batch rows, per head
+                        bytes   records read from the owner, at the wire's bytes a record
+                        returns dK/dV of the same records to the owner, in fp32 (fp64 for fp64)
+
+Integers only, from :mod:`ringfa4.plan`; neither torch nor numpy, so a laptop plans for a cluster.
+The bytes of a record are written down once more here, from the layouts that
+:mod:`ringfa4.wire` and :mod:`ringfa4.mx.wire` document; a test compares them with the wires' own.
+
+Left out: time. What a byte and a pair cost is the machine's business; the ratio of both is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ringfa4.mask import Mask, document_cuts
+from ringfa4.mx.formats import ATOM
+from ringfa4.plan import Plan
+from ringfa4.shard import RECORD, Sharding
+
+PLAIN_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+"""Wires that carry the input dtype as it is: bytes of an element."""
+
+MX_WIRES = ("mxfp8", "mxfp8-1x32")
+
+WIRES = (*PLAIN_BYTES, *MX_WIRES)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What attention is computed on, as far as bytes and FLOPs depend on it."""
+
+    batch: int = 1
+    heads: int = 32
+    heads_kv: int = 8
+    dk: int = 128
+    dv: int = 128
+
+    def __post_init__(self) -> None:
+        if self.heads % self.heads_kv:
+            raise ValueError(
+                f"query heads must be a multiple of K/V heads: {self.heads=}, {self.heads_kv=}"
+            )
+
+
+def record_bytes(wire: str, shape: Shape, *, backward: bool = False) -> int:
+    """Bytes of 128 tokens of K and V on ``wire``. ValueError for unknown wires."""
+    rows = shape.batch * shape.heads_kv
+    width = shape.dk + shape.dv
+    if wire in PLAIN_BYTES:
+        return RECORD * rows * width * PLAIN_BYTES[wire]
+    if wire not in MX_WIRES:
+        raise ValueError(f"unknown wire {wire!r}; there are {sorted(WIRES)}")
+    # Atoms hold 128 x 4 scales; both orientations of a d-wide operand need ceil(d / 128) of them.
+    k_scales, v_scales = (-(-d // ATOM.rows) * ATOM.nbytes for d in (shape.dk, shape.dv))
+    size = RECORD * width + k_scales + v_scales
+    if backward:
+        size += k_scales  # K is contracted over the sequence too, for dQ
+        if wire == "mxfp8-1x32":
+            size += RECORD * shape.dk  # and with scales of its own, which take a second payload
+    return rows * size
+
+
+def gradient_bytes(wire: str, shape: Shape) -> int:
+    """Bytes of 128 tokens of dK and dV on their way back."""
+    item = 8 if wire == "fp64" else 4
+    return RECORD * shape.batch * shape.heads_kv * (shape.dk + shape.dv) * item
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One step of one rank; step 0 is its own K/V, which it need not read."""
+
+    owner: int
+    pairs: int
+    tasks: int
+    records: int
+    read: int
+    returned: int
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Everything that is shown of a plan. ``steps[rank][t]``.
+
+    ``returned`` of a step is 0 unless ``backward``.
+    """
+
+    mask: Mask
+    sharding: Sharding
+    wire: str
+    shape: Shape
+    backward: bool
+    plan: Plan = field(repr=False)
+    steps: tuple[tuple[Work, ...], ...] = field(repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        mask: Mask,
+        sharding: Sharding,
+        sharding_k: Sharding,
+        wire: str = "bf16",
+        shape: Shape | None = None,
+        *,
+        backward: bool = False,
+        progress: Callable[[int], None] = lambda ranks: None,
+    ) -> Numbers:
+        """The numbers of the plan that :class:`ringfa4.ContextParallel` would make.
+
+        ``progress`` is called with the number of ranks done: a thousand documents dealt out token
+        by token are millions of tasks.
+        """
+        shape = Shape() if shape is None else shape
+        record = record_bytes(wire, shape, backward=backward)
+        back = gradient_bytes(wire, shape) if backward else 0
+        cuts = document_cuts(mask) if wire in MX_WIRES else ()
+        plan = Plan(mask, sharding, sharding_k.split(cuts))
+        rows = shape.batch if mask.batch == 1 else 1
+        steps = []
+        for rank in range(plan.world):
+            own = []
+            for t in range(plan.world):
+                area, tasks, records = plan.tally(rank, t)
+                moved = records if t else 0
+                owner = plan.owner(rank, t)
+                own.append(Work(owner, area * rows, tasks, records, moved * record, moved * back))
+            steps.append(tuple(own))
+            progress(rank + 1)
+        return cls(mask, sharding, wire, shape, backward, plan, tuple(steps))
+
+    @property
+    def world(self) -> int:
+        return len(self.steps)
+
+    @cached_property
+    def work(self) -> tuple[int, ...]:
+        """Pairs of each rank."""
+        return tuple(sum(w.pairs for w in own) for own in self.steps)
+
+    @cached_property
+    def read(self) -> tuple[int, ...]:
+        """Bytes that each rank reads from others."""
+        return tuple(sum(w.read for w in own) for own in self.steps)
+
+    @cached_property
+    def returned(self) -> tuple[int, ...]:
+        """Bytes of dK/dV that each rank returns to others."""
+        return tuple(sum(w.returned for w in own) for own in self.steps)
+
+    @property
+    def fair(self) -> float:
+        """Pairs of a rank if all had the same."""
+        return sum(self.work) / self.world
+
+    @property
+    def balance(self) -> float:
+        """Most work of a rank over the mean; 1.0 is perfect."""
+        return max(self.work) / self.fair if self.fair else 1.0
+
+    @property
+    def lockstep(self) -> float:
+        """As ``balance``, if every step took as long as its busiest rank: the worst drift can do.
+
+        Ranks do not wait for each other like that: a rank is held up only by K/V not yet there.
+        """
+        busiest = sum(max(own[t].pairs for own in self.steps) for t in range(self.world))
+        return busiest / self.fair if self.fair else 1.0
+
+    @property
+    def token_balance(self) -> float:
+        """Most tokens of a rank over the mean: memory, and the work of everything but attention."""
+        tokens = [len(shard) for shard in self.sharding.shards]
+        return max(tokens) * self.world / self.sharding.seq if self.sharding.seq else 1.0
+
+    def flops(self, pairs: int) -> int:
+        """Of ``pairs`` pairs a head: forward 2 (dk + dv) each, backward 2.5 times that."""
+        forward = 2 * (self.shape.dk + self.shape.dv) * self.shape.heads * pairs
+        return forward * 5 // 2 if self.backward else forward
+
+    @property
+    def bytes_per_kflop(self) -> float | None:
+        """Bytes moved per thousand FLOPs over the whole call; None when there is nothing to do.
+
+        1 is a GB/s for each TFLOP/s. Below what the machine has, transfers can hide behind work.
+        """
+        flops = self.flops(sum(self.work))
+        return 1e3 * (sum(self.read) + sum(self.returned)) / flops if flops else None
