@@ -262,19 +262,16 @@ def tiles_table(seq: int) -> list[Row]:
 
 
 def precondition_table(seq: int) -> list[Row]:
-    """SQNR of O with K and V rounded, of O and dQ with everything rounded."""
+    """SQNR of O and dQ, with K and V rounded (bf16 kernel), and with everything rounded."""
     names = ("none", "hadamard", "k-mean", "both")
     rows: list[Row] = [["inputs", "rounded", *names]]
     for name in ("Gaussian", "outliers", "biased", "token norms", "Student-t(3)"):
         x = inputs(name, seq)
         true = truth(x)
-        wire = [sqnr(attend(x, "cpu", "mxfp8", precondition=p).out, true.out) for p in names]
-        all_of_it = [
-            decibels(attend(x, "reference-mxfp8", "mxfp8", precondition=p), true) for p in names
-        ]
-        rows.append([name, "K, V: O", *_db(wire)])
-        rows.append([name, "everything: O", *_db([got[0] for got in all_of_it])])
-        rows.append([name, "everything: dQ", *_db([got[1] for got in all_of_it])])
+        for what, kernel in (("K, V", "cpu"), ("everything", "reference-mxfp8")):
+            got = [decibels(attend(x, kernel, "mxfp8", precondition=p), true) for p in names]
+            rows.append([name, f"{what}: O", *_db([out for out, *_ in got])])
+            rows.append([name, f"{what}: dQ", *_db([dq for _, dq, *_ in got])])
     return rows
 
 

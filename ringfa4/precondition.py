@@ -81,12 +81,12 @@ class Precondition:
     def mean(self, k: Tensor, all_reduce: AllReduce) -> Tensor | None:
         """mu (b, heads_kv, d) over all ranks' keys; None without K mean. Collective.
 
-        Values that are not finite count as 0: mu must not carry one key's NaN into all others.
+        A channel's mean that is not finite becomes 0, which is as valid: mu must not carry one
+        key's NaN into all others.
         """
         if not self.k_mean:
             return None
-        work = k.to(_work(k))
-        sums = torch.where(torch.isfinite(work), work, 0).sum(1)
+        sums = k.sum(1, dtype=_work(k))
         count = sums.new_full((1,), k.shape[1])
         total = all_reduce(torch.cat([sums.flatten(), count]))
         mu = (total[:-1] / total[-1].clamp(min=1)).view_as(sums)
