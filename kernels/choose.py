@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ringfa4.errors import MissingLibraryError
 from ringfa4.kernels.interface import BlockKernel, KernelSpec
 from ringfa4.kernels.registry import KERNELS, load_kernel
-
-from ringfa4.errors import MissingLibraryError
 
 PREFERENCE: Mapping[str, tuple[str, ...]] = {
     "cpu": ("cpu", "reference"),
