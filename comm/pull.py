@@ -155,6 +155,14 @@ class Signals(ABC):
     """A peer that was lost after its wait had been enqueued."""
 
     @abstractmethod
+    def begin(self) -> None:
+        """A call of this rank begins: until :meth:`end` only :meth:`wait` waits for peers."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """The call is enqueued."""
+
+    @abstractmethod
     def set(self, lane: Lane, flag: Flag, peers: Sequence[int], value: int) -> None:
         """At every rank of ``peers``, raise this rank's ``flag`` to ``value`` after the lane's
         work so far."""
@@ -234,6 +242,7 @@ class PullTransport(Transport):
             self._grow(schedule)
         call, self.calls = self.calls, self.calls + 1
         self.in_call = True
+        self.signals.begin()
         if call >= 2:
             what = f"arrival in call {call - 1}"
             self.wait(self.engine.current(), Flag.PUBLISHED, self.peers, call, what)
@@ -459,6 +468,7 @@ class PullExchange(Exchange):
         assert self._taken == len(self._givers), f"{self._taken} of {len(self._givers)} taken"
         transport.last_reads = [transport.engine.current().record(), transport.pull.record()]
         transport.in_call = False
+        transport.signals.end()
 
     def _wait(self, lane: Lane, flag: Flag, peer: int, value: int, what: str, step: int) -> None:
         self.transport.wait(lane, flag, [peer], value, what, step)

@@ -75,6 +75,12 @@ class MemorySignals(Signals):
         self._releasing = threading.Lock()
         self._released = False
 
+    def begin(self) -> None:
+        """Ranks are processes: nothing is taken in turns."""
+
+    def end(self) -> None:
+        """As :meth:`begin`."""
+
     def set(self, lane: Lane, flag: Flag, peers: Sequence[int], value: int) -> None:
         if flag is Flag.PUBLISHED:
             self._published = value

@@ -40,7 +40,7 @@ class Job:
 class Told:
     """How one job ended on one rank: its value, or the error's type name and message.
 
-    ``free_bytes``: memory of the GPU that nobody held afterwards.
+    ``free_bytes``: memory of the GPU that nobody held afterwards. ``seconds``: opening included.
     """
 
     body: str
@@ -48,6 +48,7 @@ class Told:
     error: str | None = None
     message: str = ""
     free_bytes: int = 0
+    seconds: float = 0.0
 
 
 def run_processes(
@@ -124,6 +125,7 @@ def _rank(transport_name: str, jobs: Sequence[Job], log: Path) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
+    torch.set_num_threads(1)  # small operators on the CPU would fight over the cores
     backend = "nccl" if torch.cuda.device_count() >= world else "gloo"
     dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
     for job in jobs:
@@ -131,6 +133,7 @@ def _rank(transport_name: str, jobs: Sequence[Job], log: Path) -> None:
         if not hasattr(import_module(module), job.body):
             module = "gpu.bodies"
         body = getattr(import_module(module), job.body)
+        since = time.monotonic()
         try:
             transport, control = open_transport(
                 transport_name, dist.group.WORLD, device, job.timeout_s
@@ -143,7 +146,8 @@ def _rank(transport_name: str, jobs: Sequence[Job], log: Path) -> None:
             told = Told(job.body, None, type(error).__name__, str(error))
         gc.collect()
         torch.cuda.empty_cache()
-        told = replace(told, free_bytes=torch.cuda.mem_get_info()[0])
+        seconds = time.monotonic() - since
+        told = replace(told, free_bytes=torch.cuda.mem_get_info()[0], seconds=seconds)
         with log.open("a") as file:
             file.write(json.dumps(asdict(told)) + "\n")
     dist.destroy_process_group()
