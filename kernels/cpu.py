@@ -77,18 +77,12 @@ class CpuBackward(CpuQueries):
     """``lse`` (b, heads_q, s) is +inf in rows that must not contribute: zeros in ``native``.
 
     ``spoilt``: None, or two flags (b, heads_q, s): rows that make NaN of their dQ and of the dK of
-    the keys they see, and rows that make NaN of the dV of those keys.
+    the keys they see, and rows that make NaN of the dV of those keys. A query that sees a broken
+    key is among them, since its out is: with None, no masked pair can let anything through.
     """
 
     lse: Tensor
     spoilt: tuple[Tensor, Tensor] | None
-
-    def spoilt_rows(self, batch: slice, rows: slice) -> tuple[Tensor, Tensor]:
-        """``spoilt`` for some rows, nothing flagged where it is None."""
-        if self.spoilt is None:
-            none = torch.zeros_like(self.lse[batch, :, rows], dtype=torch.bool)
-            return none, none
-        return self.spoilt[0][batch, :, rows], self.spoilt[1][batch, :, rows]
 
 
 class CpuKernel(BlockKernel):
@@ -167,12 +161,11 @@ class CpuKernel(BlockKernel):
         for task, piece, batch, rows, (k, v) in calls:
             q, out, dout = (x[batch, :, rows] for x in queries.native)
             lse = queries.lse[batch, :, rows]
-            results = _differentiate(piece, scale, q, k, v, out, dout, lse)
-            leaked = not is_full(piece) and not all_finite(results[0])
-            if leaked or queries.spoilt is not None:
-                results = _differentiate_isolated(
-                    piece, scale, q, k, v, out, dout, lse, queries.spoilt_rows(batch, rows)
-                )
+            if queries.spoilt is None:
+                results = _differentiate(piece, scale, q, k, v, out, dout, lse)
+            else:
+                bad, bad_p = (flags[batch, :, rows] for flags in queries.spoilt)
+                results = _differentiate_isolated(piece, scale, q, k, v, out, dout, lse, bad, bad_p)
             dq, dk, dv = (
                 x[..., :width].transpose(1, 2) for x, width in zip(results, widths, strict=True)
             )
@@ -362,14 +355,14 @@ def _differentiate_isolated(
     out: Tensor,
     dout: Tensor,
     lse: Tensor,
-    spoilt: tuple[Tensor, Tensor],
+    bad: Tensor,
+    bad_p: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`_differentiate`, where only what depends on a spoilt row or broken key gets NaN.
 
     In a rectangle every query sees every key, so broken keys need no help there.
     """
     heads_q, heads_kv = q.shape[1], k.shape[1]
-    bad, bad_p = spoilt
     if not is_full(piece):
         bad_k, bad_v = broken(k), broken(v)
         k, v = zeroed(k, bad_k), zeroed(v, bad_v)

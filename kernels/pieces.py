@@ -70,9 +70,7 @@ def _from_the_left(band: Band) -> Iterator[Band]:
     if band.hi is None or is_causal(band):
         yield band
         return
-    corner = (
-        band.q0 + band.hi
-    )  # the last key that the first row sees; trimmed: k0 <= corner < k1 - 1
+    corner = band.q0 + band.hi  # the first row's last key: k0 <= corner < k1 - 1, being trimmed
     yield Band(band.q0, band.q1, band.k0, corner)
     yield Band(band.q0, band.q1, corner, band.k1, None, band.hi)
 
@@ -87,7 +85,7 @@ def _tile(tile: Band) -> Iterator[Band]:
     if last - first < 2 * ROWS:
         yield tile
         return
-    edge = Band(tile.q0, tile.q1 - 1, tile.k0, first, tile.lo, None).trimmed()
-    assert edge is not None  # the last row sees none of these keys, every other row some
+    edge = Band(tile.q0, tile.q1, tile.k0, first, tile.lo, None).trimmed()
+    assert edge is not None  # trimmed of the last row, which sees none of these keys
     yield edge
     yield from _from_the_left(Band(tile.q0, tile.q1, first, tile.k1, None, tile.hi))

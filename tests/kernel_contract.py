@@ -398,10 +398,10 @@ class KernelContract:
         """lse = -inf: P is 0, whatever the row holds."""
         case = self.case(masks.causal(self.seq), dlse=True)
         truth = case.truth
-        lse, dout = truth.lse.clone(), case.dout.clone()
+        lse, dout, dlse = truth.lse.clone(), case.dout.clone(), case.dlse.clone()
         lse[:, :, 100:110] = -torch.inf
-        dout[:, 105] = math.nan
-        dq, dk, dv = self.backward(replace(case, dout=dout), truth.out, lse)
+        dout[:, 105] = dlse[:, :, 106] = math.nan
+        dq, dk, dv = self.backward(replace(case, dout=dout, dlse=dlse), truth.out, lse)
         assert bool((dq[:, 100:110] == 0).all())
         exact = oracles.gradients_given(
             case.q, case.k, case.v, case.mask, truth.out, lse, case.dout, case.dlse

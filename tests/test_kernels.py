@@ -73,6 +73,20 @@ class TestCpu(KernelContract):
         case = replace(case, k_shard=shard(*[128] * 16))
         self.check(case)
 
+    def test_a_large_group_is_summed_in_fp32(self) -> None:
+        """dK and dV of 64 query heads on one K/V head are no worse than those of one."""
+
+        def error(heads: int) -> list[float]:
+            case = self.case(
+                masks.full(32, 64), dtype=torch.bfloat16, heads=(heads, 1), dims=(32, 32)
+            )
+            _, dk, dv = self.backward(case, case.truth.out, case.truth.lse)
+            pairs = ((dk, case.truth.dk), (dv, case.truth.dv))
+            return [compare(got, want).sqnr_db for got, want in pairs]
+
+        for one, many in zip(error(1), error(64), strict=True):
+            assert many > one - 1
+
     def test_gradient_into_lse_is_exact(self) -> None:
         """cases.md 10: 24 bits of dlse arrive through 16-bit operands, at every magnitude."""
         exponent = torch.linspace(-30, 30, 1000)
