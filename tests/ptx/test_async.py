@@ -290,11 +290,8 @@ def test_store_needs_the_proxy_fence_and_the_read_wait() -> None:
     for schedule in ADVERSARIAL:
         with pytest.raises(ExecutionError, match=r"without a fence\.proxy\.async"):
             tma(stored(FENCE=""), maps, arrays, schedule, block=(256, 1, 1))
-        with pytest.raises(ExecutionError, match=r"without a synchronisation|has exited"):
+        with pytest.raises(ExecutionError, match="without a synchronisation"):
             tma(stored(WAIT="", TAIL=overwrite), maps, arrays, schedule, block=(256, 1, 1))
-        if schedule.timing == "late":  # earlier, the copy happens to read in time
-            with pytest.raises(ExecutionError, match="has exited"):
-                tma(stored(WAIT=""), maps, arrays, schedule, block=(256, 1, 1))
 
 
 @schedules

@@ -254,7 +254,7 @@ struct SharedStore : AsyncOp {
   bool step() override {
     if (!*has_read) {
       if (source->live_warps == 0)
-        throw Fault("protocol", describe() + " reads the shared memory of a CTA that has exited");
+        m->remark(describe() + " reads the shared memory of a CTA that has exited");
       collect({m->cluster->agents.get(), &knows, agent, epoch, true, "a bulk store"});
       *has_read = true;
       return false;

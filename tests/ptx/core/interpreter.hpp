@@ -25,6 +25,9 @@ class Interpreter {
     if (i.op == BRA) return branch(w, split, i, mask);
     if ((i.flags & F_ALIGNED) && !together(w, split, w.live)) return Flow::Blocked;
     if (mask == 0) return Flow::Next;
+    if ((i.flags & F_ALIGNED) && mask != w.live)
+      throw Fault("protocol", "an .aligned instruction is executed by lanes " + hex(mask) +
+                                  " of its warp only");
     if (w.busy_count) settle_registers(m_, w, i);
     if (Alu::execute(w, i, mask)) return Flow::Next;
     switch (i.op) {
