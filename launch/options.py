@@ -144,7 +144,9 @@ def _parser() -> Parser:
 
     how = parser.add_argument_group("how it is computed")
     how.add_argument("--sharding", choices=SHARDINGS, default="zigzag")
-    how.add_argument("--wire", metavar="NAME", help="format of K and V under way")
+    how.add_argument(
+        "--wire", metavar="NAME", help="of K and V (default mxfp8; bf16, fp16, fp32: as is)"
+    )
     how.add_argument(
         "--precondition", metavar="NAME", default="none", help="none, hadamard, k-mean or both"
     )

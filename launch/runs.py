@@ -3,6 +3,7 @@
     time        wall time of the slowest rank, from a barrier on; the fastest of --repeat
     TFLOP/s     allowed pairs x heads x 2 (dk + dv), backward 2.5 times that, of all ranks together
     moved       bytes that ranks read from others, dK/dV included
+    K/V         those of K and V among them, and their share of what bf16 would take
     alone       what the same transfers take when nothing is computed
     waited      time in fetch, wait, send and reduce while computing; hidden = 1 - waited / alone
 
@@ -33,13 +34,13 @@ from ringfa4.launch.options import Options
 from ringfa4.launch.peers import Peers
 from ringfa4.launch.probes import Idle, Paced
 from ringfa4.launch.tensorfile import TensorFile, create
-from ringfa4.launch.workload import Workload
+from ringfa4.launch.workload import Workload, choose_wire
 from ringfa4.mx.formats import E4M3, ElementFormat
 from ringfa4.mx.wire import MxWire
 from ringfa4.ops import checked
 from ringfa4.ring import Ring, backward, forward
 from ringfa4.trace import Observer, Recorder
-from ringfa4.wire import Direction
+from ringfa4.wire import PLAIN, Direction
 
 T = TypeVar("T")
 
@@ -55,6 +56,8 @@ class Pass:
     tokens_per_s: float
     tflop_per_s: float
     moved_bytes: int
+    kv_bytes: int
+    kv_share: float
     alone_s: float | None
     waited_s: float | None
 
@@ -92,7 +95,7 @@ def run_rank(
         context,
         mask=work.mask,
         sharding=options.sharding,
-        wire=options.wire,
+        wire=choose_wire(options, work)[0],
         kernel=options.kernel,
         precondition=options.precondition,
     )
@@ -183,6 +186,8 @@ class _Measure:
             tokens_per_s=work.batch * work.seq_q / best,
             tflop_per_s=work.flops(backward=name == "backward") / best / 1e12,
             moved_bytes=int(self._sum(moved_bytes(ring, name))),
+            kv_bytes=int(self._sum(kv_bytes(ring, name))),
+            kv_share=share_of_bf16(ring, name),
             alone_s=alone,
             waited_s=waited if on_host else None,
         )
@@ -224,6 +229,18 @@ def moved_bytes(ring: Ring, direction: Direction) -> int:
     """What this rank reads from others and returns to them, in one call."""
     steps = ring.schedule(direction).steps
     return sum(x.nbytes for step in steps for x in (step.receive, step.grad_out) if x is not None)
+
+
+def kv_bytes(ring: Ring, direction: Direction) -> int:
+    """Bytes of K and V that this rank reads from others, in one call."""
+    return sum(step.receive.nbytes for step in ring.schedule(direction).steps if step.receive)
+
+
+def share_of_bf16(ring: Ring, direction: Direction) -> float:
+    """Size of a record over that of the same tokens in bf16."""
+    plain, geometry = PLAIN[torch.bfloat16], ring.geometry
+    own = ring.wire.record_bytes(geometry, direction)
+    return own / plain.record_bytes(geometry, direction)
 
 
 def peak_bytes(device: torch.device) -> int:

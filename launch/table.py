@@ -12,7 +12,7 @@ from ringfa4.launch.checks import RMS_LIMIT, WORST_LIMIT
 from ringfa4.launch.options import Options
 from ringfa4.launch.runs import Report
 from ringfa4.launch.sizes import bytes_text, seconds_text, size_text
-from ringfa4.launch.workload import Workload
+from ringfa4.launch.workload import Workload, choose_wire
 
 TOLERANCE = (
     f"tolerance: rms <= {RMS_LIMIT:g} sigma, worst <= {WORST_LIMIT:g} sigma, where sigma^2 is the "
@@ -44,7 +44,7 @@ def settings(
         ("K/V heads", f"{work.kv_heads}", told(options.kv_heads)),
         ("head dim", f"{work.dk} (V: {work.dv})", told(options.head_dim)),
         ("dtype", str(work.dtype).removeprefix("torch."), told(options.dtype)),
-        ("wire", options.wire or "as the dtype", "" if options.wire else usual),
+        ("wire", *choose_wire(options, work)),
         ("precondition", options.precondition, ""),
         ("mask", f"{work.mask.name}, {work.pairs // work.heads:,} pairs a head", ""),
         ("sharding", options.sharding, ""),
@@ -55,7 +55,7 @@ def settings(
 def results(report: Report) -> list[tuple[str, ...]]:
     """One row a pass."""
     rows: list[tuple[str, ...]] = [
-        ("", "time", "tokens/s", "TFLOP/s", "moved", "alone", "waited", "hidden")
+        ("", "time", "tokens/s", "TFLOP/s", "moved", "K/V (of bf16's)", "alone", "waited", "hidden")
     ]
     for name, p in report.passes.items():
         hidden = "-" if p.hidden is None else f"{100 * p.hidden:.0f}%"
@@ -70,6 +70,7 @@ def results(report: Report) -> list[tuple[str, ...]]:
                 f"{p.tokens_per_s:,.0f}",
                 f"{p.tflop_per_s:.3g}",
                 bytes_text(p.moved_bytes),
+                f"{bytes_text(p.kv_bytes)} ({100 * p.kv_share:.0f}%)" if p.kv_bytes else "-",
                 alone,
                 waited,
                 hidden if p.moved_bytes else "-",

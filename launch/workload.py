@@ -16,6 +16,7 @@ from ringfa4.launch.options import Options
 from ringfa4.launch.tensorfile import TensorFile
 from ringfa4.mask import Mask
 from ringfa4.problem import softmax_scale
+from ringfa4.wire import Geometry, wire_format
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -38,6 +39,9 @@ class Defaults:
     head_dim: int
     dtype: str
 
+
+DEFAULT_WIRE = "mxfp8"
+"""Half the bytes of bf16, at some 26 dB (docs/numerics.md); the library's own default is exact."""
 
 DEFAULTS = {
     "cpu": Defaults(seq=1 << 16, heads=2, kv_heads=1, head_dim=64, dtype="bf16"),
@@ -77,6 +81,20 @@ class Workload:
     def flops(self, *, backward: bool) -> float:
         """Of the allowed pairs: a multiply-add counts 2; dk + dv of them a pair in forward."""
         return self.pairs * 2 * (self.dk + self.dv) * (BACKWARD_FLOPS if backward else 1)
+
+
+def choose_wire(options: Options, work: Workload) -> tuple[str, str]:
+    """(wire, "" or why this one): ``--wire``, else MXFP8 where it can carry the inputs.
+
+    ValueError for an unknown name.
+    """
+    if options.wire is not None:
+        return wire_format(options.wire, work.dtype).name, ""
+    geometry = Geometry(work.batch, work.kv_heads, work.dk, work.dv, work.dtype)
+    reason = wire_format(DEFAULT_WIRE, work.dtype).supports(geometry)
+    if reason is None:
+        return DEFAULT_WIRE, "default"
+    return wire_format(None, work.dtype).name, f"as the dtype: {reason}"
 
 
 def choose_device(options: Options) -> str:

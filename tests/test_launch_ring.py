@@ -74,13 +74,26 @@ def test_what_people_read(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_bytes_moved_are_those_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """Full attention over 2 ranks: each reads the other's half, and returns fp32 dK/dV of it."""
-    body = report(
-        capsys,
-        "--seq 1K --mask full --virtual-ranks 2 --heads 1 --kv-heads 1 --head-dim 32 --backward",
-    )
-    keys_values = 1024 * (32 + 32)
-    assert body["passes"]["forward"]["moved_bytes"] == keys_values * 2
-    assert body["passes"]["backward"]["moved_bytes"] == keys_values * (2 + 4)
+    shape = "--seq 1K --mask full --virtual-ranks 2 --heads 1 --kv-heads 1 --head-dim 128"
+    plain = report(capsys, f"{shape} --backward --wire bf16")["passes"]
+    keys_values = 1024 * (128 + 128)
+    assert plain["forward"]["moved_bytes"] == plain["forward"]["kv_bytes"] == keys_values * 2
+    assert plain["backward"]["moved_bytes"] == keys_values * (2 + 4)
+    assert plain["forward"]["kv_share"] == 1
+
+    body = report(capsys, f"{shape} --backward")
+    assert body["settings"]["wire"] == "mxfp8"
+    for name, p in body["passes"].items():
+        assert p["kv_bytes"] == p["kv_share"] * plain[name]["kv_bytes"]
+        assert 0.5 < p["kv_share"] < 0.55  # a byte an element, and the scales
+
+
+def test_what_mxfp8_cannot_carry_travels_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    wires = {
+        arguments: report(capsys, f"--seq 256 --heads 1 {arguments}")["settings"]["wire"]
+        for arguments in ("--head-dim 64", "--head-dim 80", "--dtype fp64")
+    }
+    assert list(wires.values()) == ["mxfp8", "bf16", "fp64"]
 
 
 class _Wrong(ReferenceKernel):
