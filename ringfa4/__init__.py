@@ -4,8 +4,8 @@
     cp = ContextParallel(seq_len=1 << 20, mask="causal")
     out = cp.attention(q, k, v)
 
-Names load when first used: plans and masks (:mod:`ringfa4.mask`, :mod:`ringfa4.shard`, :mod:`ringfa4.plan`) need
-neither torch nor a GPU.
+Names load when first used: plans and masks (:mod:`ringfa4.mask`, :mod:`ringfa4.shard`,
+:mod:`ringfa4.plan`) need neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _HOME = {
     "ring_attention": "api",
 }
 
-# In a checkout kernels/, comm/ and launch/ lie beside this package. An installed copy elsewhere has them
-# inside; but `python -m ...` from the checkout's root finds this folder first, without them.
+# In a checkout kernels/, comm/ and launch/ lie beside this package. An installed copy elsewhere has
+# them inside; but `python -m ...` from the checkout's root finds this folder first, without them.
 _root = Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and str(_root) not in __path__:
     __path__.append(str(_root))
