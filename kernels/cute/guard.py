@@ -111,7 +111,7 @@ class Guard:
                 offset *= 2
             finite = dev.equal(carry & SIGN[spec.dtype], Int32(0))
             broken = dev.less(dead | finite, Int32(1))
-            zero = broken if spec.zero_found else dead
+            zero = dead | broken if spec.zero_found else dead
             for run, here, line in words:
                 kept = [dev.select(zero, Int32(0), word) for word in line]
                 dev.store(target + run * Int64(16), kept, here)

@@ -1,0 +1,277 @@
+"""What the fused kernels must give, on whatever runs them: a card, or the PTX executor.
+
+Subclasses say where tensors live and within which context the kernels run; the reference is always
+PyTorch's operators on the CPU. Bytes and decoded values must be equal, merged states equal to
+rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringfa4.kernels.cute import host
+from ringfa4.kernels.native import fill_rows, guarded
+from ringfa4.mx.formats import ScaleRounding
+from ringfa4.mx.wire import MXFP8, MXFP8_1X32, MxWire
+from ringfa4.shard import Chunk, Shard
+from ringfa4.state import State
+from ringfa4.testing.compare import compare
+from ringfa4.wire import Geometry, RecordMap
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIRES = pytest.mark.parametrize("wire", [MXFP8, MXFP8_1X32], ids=lambda w: w.name)
+DIRECTIONS = pytest.mark.parametrize("direction", ["forward", "backward"])
+
+
+def shard(*lengths: int) -> Shard:
+    starts = [sum(lengths[:n]) for n in range(len(lengths))]
+    return Shard(tuple(Chunk(a, n) for a, n in zip(starts, lengths, strict=True)))
+
+
+def values(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Magnitudes over the dtype's range, zeros, blocks of zeros, NaN and infinities."""
+    gen = torch.Generator().manual_seed(seed)
+    widest = 12 if dtype == torch.float16 else 60
+    exponent = torch.randint(-widest, widest, shape[:-1], generator=gen).unsqueeze(-1)
+    x = torch.randn(*shape, generator=gen) * torch.exp2(exponent.float())
+    x[torch.rand(*shape, generator=gen) < 0.05] = 0
+    x[:, 5:70, 0] = 0
+    x = x.to(dtype)
+    x[0, 3, -1, 7], x[-1, 40, 0, 0], x[0, 90, -1, -1] = math.nan, math.inf, -math.inf
+    x[0, 91, -1, 1] = -math.nan
+    return x
+
+
+def encoded(wire: MxWire, k: Tensor, v: Tensor, own: Shard, direction: str) -> Tensor:
+    geometry = Geometry(k.shape[0], k.shape[2], k.shape[3], v.shape[3], k.dtype)
+    size = own.records * wire.record_bytes(geometry, direction)
+    buffer = torch.full((size,), 0xA5, dtype=torch.uint8, device=k.device)
+    wire.encode(k, v, own, buffer, direction)
+    return buffer
+
+
+def partial(
+    batch: int, n: int, heads: int, dv: int, dtype: torch.dtype, seed: int
+) -> tuple[Tensor, Tensor]:
+    """out and lse, with dead rows (lse = -inf) whose out is NaN."""
+    gen = torch.Generator().manual_seed(seed)
+    out = torch.randn(batch, n, heads, dv, generator=gen).to(dtype)
+    lse = 6 * torch.randn(batch, heads, n, generator=gen)
+    dead = torch.rand(batch, heads, n, generator=gen) < 0.2
+    lse[dead] = -math.inf
+    return out.masked_fill(dead.transpose(1, 2).unsqueeze(-1), math.nan), lse
+
+
+Part = tuple[slice, Tensor, Tensor]
+
+
+def state_of(parts: list[Part], device: torch.device, dtype: torch.dtype) -> State:
+    """77 tokens, on memory full of NaN."""
+    batch, _, heads, dv = parts[0][1].shape
+    state = State(batch, 77, heads, dv, device=device, dtype=dtype)
+    for x in (state.acc, state.max, state.sum):
+        x.fill_(math.nan)
+    return state
+
+
+def close(got: tuple[Tensor, ...], want: tuple[Tensor, ...], merges: int) -> None:
+    """For each merge a rounding of fp32 and those of ex2.approx, 2^-22 for each weight."""
+    for a, b in zip(got, want, strict=True):
+        result = compare(a.cpu(), b)
+        assert result.misplaced == 0, result
+        assert result.max_abs <= merges * 2.0**-20 * float(b[b.isfinite()].abs().max()), result
+
+
+class CuteContract:
+    """Subclass it as ``TestX``."""
+
+    device = torch.device("cpu")
+    tokens = (129, 128, 43)
+    dims: tuple[tuple[int, int], ...] = ((128, 128), (64, 96), (32, 256), (192, 128))
+    all_bf16 = 1 << 16
+    """How many of the bit patterns the exhaustive test takes, evenly spread."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Where the kernels run."""
+        yield
+
+    @pytest.fixture(params=["hardware", "integers"])
+    def conversion(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+        """E4M3 converted by the hardware, or as on SM80, which cannot."""
+        if request.param == "integers":
+            monkeypatch.setattr(host, "_native", lambda device: False)
+        return str(request.param)
+
+    def encode(self, wire: MxWire, k: Tensor, v: Tensor, own: Shard, direction: str) -> Tensor:
+        k, v = k.to(self.device), v.to(self.device)
+        with self.running():
+            return encoded(wire, k, v, own, direction).cpu()
+
+    # ---- MXFP8 ---------------------------------------------------------------------------------
+
+    @DIRECTIONS
+    @WIRES
+    def test_the_bytes_are_those_of_the_reference(
+        self, wire: MxWire, direction: str, conversion: str
+    ) -> None:
+        own = shard(*self.tokens)
+        for dims in self.dims:
+            for seed, dtype in enumerate(DTYPES):
+                k, v = (values(2, len(own), 3, d, dtype=dtype, seed=seed + d) for d in dims)
+                want = encoded(wire, k, v, own, direction)
+                got = self.encode(wire, k, v, own, direction)
+                wrong = (got != want).nonzero()
+                assert not len(wrong), (dims, dtype, len(wrong), wrong[:8].flatten().tolist())
+
+    @pytest.mark.parametrize("scales", ["rceil", "floor"])
+    def test_every_bf16_gives_the_right_scale_and_code(self, scales: str, conversion: str) -> None:
+        """Each bit pattern leads one block of 1 x 32, so its scale is decided by it alone."""
+        wire = MxWire("every bf16", tiles=False, rounding=ScaleRounding(scales))
+        patterns = torch.arange(0, 1 << 16, (1 << 16) // self.all_bf16, dtype=torch.int32)
+        k = torch.zeros(1, len(patterns), 1, 32, dtype=torch.bfloat16)
+        k[0, :, 0, 0] = patterns.to(torch.int16).view(torch.bfloat16)
+        k[0, :, 0, 1] = k[0, :, 0, 0] / 3
+        own = shard(len(patterns))
+        want = encoded(wire, k, k, own, "forward")
+        assert torch.equal(self.encode(wire, k, k, own, "forward"), want)
+
+    def test_scales_of_fp32_at_their_edges(self) -> None:
+        """Around every 1.75 * 2^e, where the scale steps, also where amax / 448 is subnormal."""
+        exponents = torch.arange(0, 254, dtype=torch.int32) << 23
+        steps = torch.arange(-3, 4, dtype=torch.int32) + 0x600000
+        bits = (exponents.unsqueeze(1) + steps).flatten()
+        k = torch.zeros(1, len(bits), 1, 32)
+        k[0, :, 0, 5] = bits.view(torch.float32)
+        own = shard(len(bits))
+        want = encoded(MXFP8_1X32, k, k, own, "forward")
+        assert torch.equal(self.encode(MXFP8_1X32, k, k, own, "forward"), want)
+
+    def test_strides_do_not_matter(self) -> None:
+        own = shard(200)
+        wide = torch.randn(2, 200, 8, 256).to(torch.bfloat16).to(self.device)
+        for k in (wide[:, :, ::2, 64:192], wide[..., ::2], wide[:, :, :4, 1:129]):
+            want = encoded(MXFP8, k.cpu(), k.cpu(), own, "backward")
+            with self.running():
+                assert torch.equal(encoded(MXFP8, k, k, own, "backward").cpu(), want)
+
+    @DIRECTIONS
+    @WIRES
+    def test_decoded_values_are_those_of_the_reference(
+        self, wire: MxWire, direction: str, conversion: str
+    ) -> None:
+        """Of random bytes: every code and every scale, NaN included."""
+        own = shard(*self.tokens)
+        whole = RecordMap.whole(own)
+        for dtype in DTYPES:
+            for dims in self.dims:
+                geometry = Geometry(2, 3, *dims, dtype)
+                gen = torch.Generator().manual_seed(sum(dims))
+                size = own.records * wire.record_bytes(geometry, direction)
+                noise = torch.randint(0, 256, (size,), generator=gen, dtype=torch.uint8)
+                want = wire.view(geometry, whole, noise, direction)
+                got = wire.view(geometry, whole, noise.to(self.device), direction)
+                for operand in want.layout.operands:
+                    for chunk, start, stop in whole.tokens():
+                        where = operand.which, operand.along, chunk, start, stop, dtype
+                        b = want.operand(*where)
+                        with self.running():
+                            a = got.operand(*where).cpu()
+                        nan = torch.isnan(b)
+                        assert torch.equal(torch.isnan(a), nan), where
+                        assert torch.equal(a.masked_fill(nan, 0), b.masked_fill(nan, 0)), where
+
+    # ---- merging -------------------------------------------------------------------------------
+
+    def merged(self, parts: list[Part]) -> State:
+        state = state_of(parts, self.device, torch.float32)
+        for rows, out, lse in parts:
+            out, lse = out.to(self.device), lse.to(self.device)
+            with self.running():
+                state.merge(None, rows, out, lse)
+        return state
+
+    @staticmethod
+    def reference(parts: list[Part]) -> tuple[Tensor, Tensor]:
+        state = state_of(parts, torch.device("cpu"), torch.float64)
+        for rows, out, lse in parts:
+            state.merge(None, rows, out, lse)
+        return state.finalise(torch.float64)
+
+    @pytest.mark.parametrize("heads, dv", [(8, 128), (3, 96), (1, 64), (5, 256), (2, 8), (6, 192)])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_merging_keeps_the_algebra(self, heads: int, dv: int, dtype: torch.dtype) -> None:
+        ranges = [slice(0, 50), slice(20, 77), slice(3, 4), slice(0, 77), slice(9, 60)]
+        parts = [
+            (rows, *partial(2, rows.stop - rows.start, heads, dv, dtype, seed))
+            for seed, rows in enumerate(ranges)
+        ]
+        got = self.merged(parts).finalise(torch.float32)
+        close(got, self.reference(parts), len(parts))
+
+    @pytest.mark.parametrize("count", [1, 2, 3, 4])
+    def test_several_partials_at_once_are_several_merges(self, count: int) -> None:
+        whole = slice(0, 77)
+        parts = [(whole, *partial(2, 77, 6, 128, torch.bfloat16, n)) for n in range(count + 1)]
+        rest = [(out.to(self.device), lse.to(self.device)) for _, out, lse in parts[1:]]
+        later = self.merged(parts[:1])
+        first = state_of(parts, self.device, torch.float32)
+        for row in range(2):
+            first.written.claim(row, 0, 77)
+        with self.running():
+            host.merge(later.acc, later.max, later.sum, rest, first=False)
+            host.merge(first.acc, first.max, first.sum, rest, first=True)
+        close(later.finalise(torch.float32), self.reference(parts), count + 1)
+        close(first.finalise(torch.float32), self.reference(parts[1:]), count)
+
+    def test_nan_alive_reaches_its_row_only(self) -> None:
+        out, lse = partial(1, 77, 4, 64, torch.bfloat16, 0)
+        out, lse = torch.nan_to_num(out), torch.nan_to_num(lse, neginf=0.0)
+        bad_out, bad_lse = out.clone(), lse.clone()
+        bad_out[0, 30, 2, 5], bad_lse[0, 1, 50] = math.nan, math.nan
+        whole = slice(0, 77)
+        state = self.merged([(whole, out, lse), (whole, bad_out, bad_lse)])
+        got, got_lse = (x.cpu() for x in state.finalise(torch.float32))
+        assert torch.isnan(got).any(-1).nonzero().tolist() == [[0, 30, 2], [0, 50, 1]]
+        assert torch.isnan(got_lse).nonzero().tolist() == [[0, 1, 50]]
+
+    def test_merging_repeats_to_the_bit(self) -> None:
+        parts = [(slice(0, 77), *partial(1, 77, 4, 128, torch.bfloat16, n)) for n in range(3)]
+        first, second = self.merged(parts), self.merged(parts)
+        for name in ("acc", "max", "sum"):
+            assert torch.equal(getattr(first, name), getattr(second, name))
+
+    # ---- rows that are not finite --------------------------------------------------------------
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("d", [8, 80, 96, 256])
+    def test_guarding_is_that_of_the_operators(self, dtype: torch.dtype, d: int) -> None:
+        wide = values(2, 131, 6, d, dtype=dtype, seed=d)
+        dead = torch.rand(2, 3, 131, generator=torch.Generator().manual_seed(1)) < 0.1
+        for x in (wide[:, :, ::2], wide[:, :, :3].contiguous()):
+            for given in (None, dead):
+                for zero_found in (False, True):
+                    want = guarded(x, given, zero_found=zero_found)
+                    there = None if given is None else given.to(self.device)
+                    here = x.to(self.device)
+                    with self.running():
+                        got = guarded(here, there, zero_found=zero_found)
+                    assert torch.equal(got[1].cpu(), want[1])
+                    assert torch.equal(*(torch.nan_to_num(y[0].cpu(), 1.5) for y in (got, want)))
+
+    @pytest.mark.parametrize("value", [0.0, math.nan])
+    def test_filling_changes_the_flagged_rows_only(self, value: float) -> None:
+        for dtype in (torch.bfloat16, torch.float32):
+            x = torch.randn(2, 300, 5, 96).to(dtype).to(self.device)
+            flags = (torch.rand(2, 5, 300) < 0.1).to(self.device)
+            want = x.masked_fill(flags.transpose(1, 2).unsqueeze(-1), value)
+            with self.running():
+                fill_rows(x, flags, value)
+            assert torch.equal(torch.isnan(x), torch.isnan(want))
+            assert torch.equal(torch.nan_to_num(x, 7.0), torch.nan_to_num(want, 7.0))
