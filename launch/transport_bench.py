@@ -32,6 +32,9 @@ from ringfa4.ring import backward, forward
 
 REPEATS = 5
 
+HEAD_START_CYCLES = 4_000_000
+"""How long the device waits (2 ms) while the host enqueues what is timed."""
+
 
 def median_s(run: Callable[[], object]) -> float:
     """Seconds of ``run``, the device idle before and after; one run to warm up."""
@@ -118,8 +121,9 @@ def pull_ms(
     transport: Transport, control: Control, nbytes: int, beside: Callable[[], None]
 ) -> float:
     """Milliseconds in which each rank pulls ``nbytes`` from its neighbour while ``beside`` runs."""
-    before = (transport.rank - 1) % transport.world
-    step = StepTransfers(receive=Transfer(before, ((0, nbytes),)))
+    before, behind = ((transport.rank + hop) % transport.world for hop in (-1, 1))
+    whole = ((0, nbytes),)
+    step = StepTransfers(receive=Transfer(before, whole), send=Transfer(behind, whole))
     plan = Schedule(
         transport.rank, transport.world, nbytes, nbytes, nbytes, 0, (StepTransfers(), step)
     )
@@ -129,6 +133,7 @@ def pull_ms(
         exchange.publish()
         _together(control)
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(HEAD_START_CYCLES)
         start.record()
         coming = exchange.fetch(1)
         beside()

@@ -212,6 +212,7 @@ class ContextParallel:
         """What was taken and why: transport, wire, and each kernel choice made so far."""
         wire = self.problem.wire or "the inputs' dtype"
         lines = [f"transport {self.context.transport.name}, wire {wire}, {self.world} rank(s)"]
+        lines += self.context.transport.why
         return [*lines, *(str(choice) for choice in self.problem.choices)]
 
     def _check_whole(self, x: Tensor, dim: int, side: str) -> None:
@@ -288,9 +289,13 @@ def build_mask(
     if mask not in ("causal", "full"):
         raise ValueError(f"{mask=} is neither 'causal', 'full' nor a Mask")
     causal = mask == "causal"
-    if isinstance(window, bool) or not isinstance(window, int | tuple | None):
+    for name, length in (("seq_len", seq_len), ("seq_len_k", seq_len_k)):
+        if not _is_count(length):
+            raise ValueError(f"{name} must be a number of tokens, got {length!r}")
+    sides = window if isinstance(window, tuple) else (window, None if not causal else 0)
+    if len(sides) != 2 or not all(_is_count(side) for side in sides):
         raise ValueError(f"{window=} is neither a number of tokens nor (left, right)")
-    left, right = window if isinstance(window, tuple) else (window, None if not causal else 0)
+    left, right = sides
     if causal and right not in (0, None):
         raise ValueError(f"a causal window sees nothing to the right: {window=}")
     right = 0 if causal else right
@@ -312,6 +317,11 @@ def build_mask(
     if left is not None or (right is not None and not causal):
         return masks.window(seq_len, seq_len_k, left=left, right=right, align=align)
     return masks.causal(seq_len, seq_len_k, align) if causal else masks.full(seq_len, seq_len_k)
+
+
+def _is_count(x: object) -> bool:
+    """An integer (not a bool, which is one to Python), or None for one that is not given."""
+    return x is None or (isinstance(x, int) and not isinstance(x, bool))
 
 
 def build_sharding(sharding: str | Sharding, mask: Mask, world: int, side: str) -> Sharding:

@@ -414,6 +414,7 @@ def test_explain_says_what_was_taken_and_why() -> None:
     cp = ContextParallel(seq_len=16)
     x = torch.zeros(1, 16, 2, 32)
     cp.attention(x, x, x)
-    first, second = cp.explain()
+    first, why, second = cp.explain()
     assert "transport torch_p2p" in first and "1 rank" in first
+    assert why == "auto: tensors are on the CPU"
     assert second.startswith("kernel cpu (auto")

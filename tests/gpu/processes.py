@@ -52,9 +52,14 @@ class Told:
 
 
 def run_processes(
-    transport: str, world: int, jobs: Sequence[Job], *, limit_s: float = 100.0
+    transport: str,
+    world: int,
+    jobs: Sequence[Job],
+    *,
+    limit_s: float = 100.0,
+    dies: int | None = None,
 ) -> list[list[Told]]:
-    """[rank][job], shorter where a rank died. AssertionError when one outlives ``limit_s``."""
+    """[rank][job]. AssertionError when a rank outlives ``limit_s`` or dies that should not."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -90,6 +95,8 @@ def run_processes(
                 print(f"--- rank {rank} of {transport}, exit {process.returncode}: {told[rank]}")
                 print(Path(f"{logs[rank]}.err").read_text()[-4000:])
         assert not late, f"ranks {late} of {transport} still ran after {limit_s:g} s"
+        dead = [rank for rank, process in enumerate(ranks) if process.returncode != 0]
+        assert dead == ([] if dies is None else [dies]), f"ranks {dead} of {transport} died"
         return told
 
 
@@ -150,7 +157,8 @@ def _rank(transport_name: str, jobs: Sequence[Job], log: Path) -> None:
         told = replace(told, free_bytes=torch.cuda.mem_get_info()[0], seconds=seconds)
         with log.open("a") as file:
             file.write(json.dumps(asdict(told)) + "\n")
-    dist.destroy_process_group()
+    if jobs[-1].body != "killed":  # else NCCL would wait for who is gone
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -125,7 +125,8 @@ def test_nvshmem_between_processes_on_one_gpu() -> None:
 def test_nvshmem_notices_a_killed_peer() -> None:
     timeout_s = 3.0
     with mps():
-        survivor, dead = run_processes("nvshmem", 2, [Job("killed", {"culprit": 1}, timeout_s)])
+        jobs = [Job("killed", {"culprit": 1}, timeout_s)]
+        survivor, dead = run_processes("nvshmem", 2, jobs, dies=1)
     assert not dead and survivor[0].error is None, survivor
     assert survivor[0].value < 3 * timeout_s
 
@@ -161,7 +162,8 @@ def test_contract_between_gpus(transport: str) -> None:
 @needs_two_gpus
 def test_symm_mem_notices_a_killed_peer() -> None:
     timeout_s = 3.0
-    survivor, dead = run_processes("symm_mem", 2, [Job("killed", {"culprit": 1}, timeout_s)])
+    jobs = [Job("killed", {"culprit": 1}, timeout_s)]
+    survivor, dead = run_processes("symm_mem", 2, jobs, dies=1)
     assert not dead and survivor[0].error is None, survivor
     assert survivor[0].value < 3 * timeout_s
 
