@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ringfa4.mask import Mask, document_cuts
-from ringfa4.mx.formats import ATOM
+from ringfa4.mx.formats import ATOM, BLOCK
 from ringfa4.plan import Plan
 from ringfa4.shard import RECORD, Sharding
 
@@ -43,18 +43,23 @@ class Shape:
     def __post_init__(self) -> None:
         if self.heads % self.heads_kv:
             raise ValueError(
-                f"query heads must be a multiple of K/V heads: {self.heads=}, {self.heads_kv=}"
+                f"query heads must be a multiple of K/V heads: {self.heads} and {self.heads_kv}"
             )
 
 
 def record_bytes(wire: str, shape: Shape, *, backward: bool = False) -> int:
-    """Bytes of 128 tokens of K and V on ``wire``. ValueError for unknown wires."""
+    """Bytes of 128 tokens of K and V on ``wire``. ValueError as the wire's own."""
     rows = shape.batch * shape.heads_kv
     width = shape.dk + shape.dv
     if wire in PLAIN_BYTES:
         return RECORD * rows * width * PLAIN_BYTES[wire]
     if wire not in MX_WIRES:
         raise ValueError(f"unknown wire {wire!r}; there are {sorted(WIRES)}")
+    if shape.dk % BLOCK or shape.dv % BLOCK:
+        raise ValueError(
+            f"wire {wire!r} needs head dimensions that are multiples of {BLOCK}: "
+            f"dk={shape.dk}, dv={shape.dv}"
+        )
     # Atoms hold 128 x 4 scales; both orientations of a d-wide operand need ceil(d / 128) of them.
     k_scales, v_scales = (-(-d // ATOM.rows) * ATOM.nbytes for d in (shape.dk, shape.dv))
     size = RECORD * width + k_scales + v_scales
@@ -104,7 +109,7 @@ class Numbers:
         mask: Mask,
         sharding: Sharding,
         sharding_k: Sharding,
-        wire: str = "bf16",
+        wire: str = "mxfp8",
         shape: Shape | None = None,
         *,
         backward: bool = False,

@@ -38,6 +38,9 @@ def launch(options: Options, command: str) -> bool:
         raise ValueError(
             f"--virtual-ranks {options.virtual_ranks} runs in one process, not {world}"
         )
+    for option, path in (("--output", options.output), ("--json", options.json)):
+        if path is not None and not Path(path).parent.is_dir():  # else found out after the run
+            raise ValueError(f"{option} {path}: there is no folder {str(Path(path).parent)!r}")
     device = choose_device(options)
     work = build(options, device)
     human = sys.stderr if options.json == "-" else sys.stdout

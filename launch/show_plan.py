@@ -42,7 +42,7 @@ LISTED = 16
 
 EPILOG = """\
 examples:
-  python launch/show_plan.py --seq 1M --ranks 8 --wire mxfp8 --png plan.png
+  python launch/show_plan.py --seq 1M --ranks 8 --png plan.png
   python launch/show_plan.py --seq 1M --ranks 72 --window 64K --sharding contiguous --rank 40
   python launch/show_plan.py --seq 256K --documents 100 --ranks 8 --sharding balanced
 """
@@ -70,7 +70,7 @@ def parser() -> Parser:
     add_mask_options(made)
     how = made.add_argument_group("how it is computed")
     how.add_argument("--sharding", choices=SHARDINGS, default="zigzag")
-    how.add_argument("--wire", choices=WIRES, default="bf16", help="default bf16")
+    how.add_argument("--wire", choices=WIRES, default="mxfp8", help="of K and V (default mxfp8)")
     how.add_argument("--backward", action="store_true", help="the backward pass, not the forward")
     shown = made.add_argument_group("what comes out")
     shown.add_argument("--rank", type=size, metavar="R", help="the steps of one rank")
@@ -99,6 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def show(options: argparse.Namespace, command: str) -> None:
     """Print the plan that ``options`` describe, and write what files they name."""
     console = Console(sys.stderr if options.json == "-" else sys.stdout, speaks=True)
+    for option, path in (("--png", options.png), ("--json", options.json)):
+        if path is not None and not Path(path).parent.is_dir():
+            raise ValueError(f"{option} {path}: there is no folder {str(Path(path).parent)!r}")
     numbers = build(options, _progress(console, options.ranks))
     if options.rank is not None and options.rank >= numbers.world:
         raise ValueError(f"--rank {options.rank} is not within 0..{numbers.world - 1}")

@@ -45,7 +45,10 @@ class TensorFile:
         with self.path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(MAX_HEADER, size - 8):
-                raise ValueError(f"{self.path} is not a safetensors file: {size} bytes, {length=}")
+                raise ValueError(
+                    f"{self.path} is not a safetensors file: "
+                    f"a header of {length:,} bytes cannot be in {size:,}"
+                )
             self._data = 8 + length
             try:
                 header = json.loads(file.read(length))

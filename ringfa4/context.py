@@ -184,6 +184,8 @@ def context_for(
     if not timeout_s > 0:
         raise ValueError(f"{timeout_s=} must be positive")
     where = default_device(group) if device is None else torch.device(device)
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={str(where)!r}, but torch.cuda.is_available() is false")
     key = (None if group is None else group, str(where), transport)
     known = _contexts.get(key)
     if known is None or known.broken is not None:

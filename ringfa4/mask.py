@@ -214,7 +214,9 @@ class Mask:
 
     def __post_init__(self) -> None:
         if self.seq_q < 0 or self.seq_k < 0:
-            raise ValueError(f"sequence lengths must not be negative: {self.seq_q=}, {self.seq_k=}")
+            raise ValueError(
+                f"sequence lengths must not be negative: seq_q={self.seq_q}, seq_k={self.seq_k}"
+            )
         if not self.rows:
             raise ValueError("a mask needs at least one row of bands (it may be empty)")
         rows = tuple(self._checked(row, bands) for row, bands in enumerate(self.rows))
@@ -231,7 +233,9 @@ class Mask:
         kept = []
         for band in bands:
             if band.q0 < 0 or band.k0 < 0 or band.q1 > self.seq_q or band.k1 > self.seq_k:
-                raise ValueError(f"{band} of mask row {row} leaves {self.seq_q=} x {self.seq_k=}")
+                raise ValueError(
+                    f"{band} of mask row {row} leaves the {self.seq_q} queries x {self.seq_k} keys"
+                )
             trimmed = band.trimmed()
             if trimmed is not None:
                 kept.append(trimmed)
@@ -411,7 +415,10 @@ def documents(
     cu_k = cu_q if cu_seqlens_k is None else [int(x) for x in cu_seqlens_k]
     for label, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         if not cu or cu[0] != 0 or any(a > b for a, b in pairwise(cu)):
-            raise ValueError(f"{label} must start at 0 and never fall: {cu[:8]}...")
+            raise ValueError(
+                f"{label} must be cumulative lengths, which start at 0 and never fall; "
+                f"it begins with {cu[:8]}"
+            )
     if len(cu_q) != len(cu_k):
         raise ValueError(f"{len(cu_q) - 1} query documents but {len(cu_k) - 1} key documents")
     seq_q = cu_q[-1] if seq_q is None else seq_q

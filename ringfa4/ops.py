@@ -42,7 +42,9 @@ def register(problem: Problem) -> int:
 
 
 def _problem(handle: int) -> Problem:
-    problem = _problems.get(handle)
+    # Once torch.compile has seen two handles it traces with a symbolic integer, which has no hash:
+    # int() ties the graph to this one.
+    problem = _problems.get(int(handle))
     if problem is None:
         raise RuntimeError(f"the ContextParallel object of handle {handle} is gone; keep it alive")
     return problem

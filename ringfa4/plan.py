@@ -114,7 +114,8 @@ class Plan:
             raise ValueError(f"q is sharded over {q.world} ranks, k over {k.world}")
         if (q.seq, k.seq) != (mask.seq_q, mask.seq_k):
             raise ValueError(
-                f"shardings of q={q.seq}, k={k.seq} tokens do not fit {mask.seq_q=}, {mask.seq_k=}"
+                f"shardings of {q.seq} queries and {k.seq} keys do not fit "
+                f"a mask of {mask.seq_q} x {mask.seq_k}"
             )
         if q.stride != k.stride and mask.features & {"lo", "hi"}:
             raise ValueError(

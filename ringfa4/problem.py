@@ -109,7 +109,9 @@ class Problem:
         if not q.dtype == k.dtype == v.dtype:
             raise ValueError(f"q, k, v must have one dtype: {q.dtype}, {k.dtype}, {v.dtype}")
         if q.dtype not in SUPPORTED_DTYPES:
-            raise ValueError(f"{q.dtype} is none of {[str(d) for d in SUPPORTED_DTYPES]}")
+            raise ValueError(
+                f"q, k, v are {q.dtype}, which is none of {[str(d) for d in SUPPORTED_DTYPES]}"
+            )
         if {x.device.type for x in (q, k, v)} != {self.context.device.type}:
             raise ValueError(
                 f"inputs are on {q.device}, {k.device}, {v.device}; "
@@ -118,7 +120,9 @@ class Problem:
         if not q.shape[0] == k.shape[0] == v.shape[0]:
             raise ValueError(f"batch sizes differ: {shapes}")
         if self.mask.batch not in (1, q.shape[0]):
-            raise ValueError(f"the mask has {self.mask.batch} batch rows: {shapes}")
+            raise ValueError(
+                f"the mask has {self.mask.batch} batch rows, the inputs {q.shape[0]}: {shapes}"
+            )
         if k.shape[1] != v.shape[1] or k.shape[2] != v.shape[2]:
             raise ValueError(f"k and v must agree in length and heads: {shapes}")
         if q.shape[3] != k.shape[3]:
@@ -131,9 +135,10 @@ class Problem:
         for name, x, sharding in (("q", q, self.q_sharding), ("k", k, self.k_sharding)):
             due = len(sharding.shards[rank])
             if x.shape[1] != due:
+                hint = "; as (b, h, s, d) it would fit: transpose(1, 2)" * (x.shape[2] == due)
                 raise ValueError(
                     f"this rank's shard of {name} has {due} tokens "
-                    f"({sharding.name}, {sharding.seq} in all), got {x.shape[1]}: {shapes}"
+                    f"({sharding.name}, {sharding.seq} in all), got {x.shape[1]}: {shapes}{hint}"
                 )
 
 

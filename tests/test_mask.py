@@ -345,9 +345,9 @@ def test_another_rows_starts_do_not_hide_a_long_document() -> None:
 @pytest.mark.parametrize(
     ("make", "names"),
     [
-        (lambda: masks.full(-1), ["self.seq_q=-1"]),
+        (lambda: masks.full(-1), ["seq_q=-1"]),
         (lambda: Mask(4, 4, ()), ["at least one row"]),
-        (lambda: Mask(4, 4, ((Band(0, 5, 0, 4),),)), ["q1=5", "self.seq_q=4"]),
+        (lambda: Mask(4, 4, ((Band(0, 5, 0, 4),),)), ["q1=5", "4 queries"]),
         (lambda: Mask(4, 4, ((Band(0, 4, -1, 4),),)), ["k0=-1"]),
         (lambda: Mask(4, 4, ((),), starts=((4,),)), ["1..3", "(4,)"]),
         (lambda: Mask(4, 4, ((),), starts=((3, 2),)), ["(3, 2)"]),
