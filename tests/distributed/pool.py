@@ -159,6 +159,16 @@ class Pool:
             for rank, stack in stacks.items()
         }
 
+    def leave(self, timeout_s: float) -> list[int | None]:
+        """Let the processes end by themselves; their exit codes, None for those that do not."""
+        self.alive = False
+        for connection in self._connections:
+            connection.close()
+        deadline = time.monotonic() + timeout_s
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return [process.exitcode for process in self._processes]
+
     def close(self) -> None:
         """Kill the processes. Idempotent."""
         self.alive = False
