@@ -17,7 +17,7 @@ import importlib.util
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -98,18 +98,19 @@ class Captured:
         self,
         compiled: Any,
         multiprocessors: int = 148,
-        mutate: Callable[[str], str] | None = None,
     ) -> None:
-        self.ptx: str = compiled.__ptx__
-        if mutate is not None:
-            self.ptx = mutate(self.ptx)
         self.multiprocessors = multiprocessors
-        self.module = parse(self.ptx)
-        self.programs: dict[str, Program] = {}
+        self.use(compiled.__ptx__)
         self.library = self._link(compiled)
         self.stub = ctypes.CDLL(str(self.library))
         self.stub.capture_launch.restype = ctypes.POINTER(_Captured)
         self.results: list[Result] = []
+
+    def use(self, ptx: str) -> None:
+        """Execute this text instead of what was compiled (a mutant of it)."""
+        self.ptx = ptx
+        self.module = parse(ptx)
+        self.programs: dict[str, Program] = {}
 
     def _link(self, compiled: Any) -> Path:
         key = hashlib.sha256(self.ptx.encode()).hexdigest()[:16]

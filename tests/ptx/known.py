@@ -69,15 +69,14 @@ def _prepare(arch: str) -> None:
 
 
 class Compiler:
-    """Stands in for `cute.compile`: `mutate` may change the PTX, `schedule` says how it runs."""
+    """Stands in for `cute.compile`; its kernels run as `schedule` says."""
 
-    def __init__(self, arch: str, schedules: Sequence[Schedule], mutate: Any = None) -> None:
+    def __init__(self, arch: str, schedules: Sequence[Schedule]) -> None:
         import cutlass.cute as cute
 
         self.arch = arch
         self.schedules = tuple(schedules)
         self.schedule = self.schedules[0]
-        self.mutate = mutate
         self.kernels: list[Any] = []
         self.seconds = 0.0
         self._compile = cute.compile
@@ -90,7 +89,7 @@ class Compiler:
         from ptx.capture import Captured
 
         kwargs["options"] = (kwargs.get("options") or "") + " --keep-ptx"
-        captured = Captured(self._compile(*args, **kwargs), SMS[self.arch], self.mutate)
+        captured = Captured(self._compile(*args, **kwargs), SMS[self.arch])
         self.kernels.append(captured)
 
         def call(*values: Any) -> None:
@@ -126,6 +125,31 @@ def under_all(compiler: Compiler, run: Any) -> tuple[dict[str, Any], list[str]]:
             if not torch.equal(x.view(torch.uint8), first[name].view(torch.uint8))
         }
     return first, sorted(same)
+
+
+def plant(compiler: Compiler, run: Any, right: dict[str, Any], limit: int) -> dict[str, Any]:
+    """Mutate the largest kernel; see mutate.py."""
+    from .mutate import survivors
+
+    kernel = max(compiler.kernels, key=lambda k: len(k.ptx))
+    original = kernel.ptx
+    executed = set().union(*(r.by_line for r in kernel.results))
+    usual = {text for r in kernel.results for text in r.remarks}
+
+    def still_right(ptx: str, schedule: Schedule) -> bool:
+        compiler.schedule = schedule
+        kernel.use(ptx)
+        outputs = run()
+        if set(kernel.results[-1].remarks) - usual:
+            return False
+        # Sums in another order change an output far below 60 dB; a fault in a tile far above.
+        return all(decibels(outputs[n], right[n].double()) > 60 for n in right)
+
+    counts, alive = survivors(original, executed, still_right, limit)
+    return {
+        "caught": {kind: f"{a}/{b}" for kind, (a, b) in counts.items()},
+        "survivors": [f"{m.kind}, line {m.line}: {m.before.strip()}" for m in alive],
+    }
 
 
 def decibels(got: Any, want: Any) -> float:
@@ -169,6 +193,8 @@ def attention(compiler: Compiler, options: argparse.Namespace) -> dict[str, Any]
         return outputs
 
     outputs, same = under_all(compiler, run)
+    if options.mutants:
+        return plant(compiler, run, outputs, options.mutants)
 
     wide = [x.double().transpose(1, 2).requires_grad_(True) for x in (q, k, v)]
     kk, vv = (x.repeat_interleave(h // kv, 1) for x in wide[1:])
@@ -219,6 +245,8 @@ def mxfp8_gemm(compiler: Compiler, options: argparse.Namespace) -> dict[str, Any
         return {"out": d}
 
     outputs, same = under_all(compiler, run)
+    if options.mutants:
+        return plant(compiler, run, outputs, options.mutants)
     return {"same": same, "out": decibels(outputs["out"], wide_a @ wide_b.transpose(1, 2))}
 
 
@@ -239,9 +267,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--timing", default="late")
     parser.add_argument("--order", default="forward")
     parser.add_argument("--adversarial", action="store_true", help="under all four schedules")
+    parser.add_argument("--sms", type=int, default=0, help="few: a persistent CTA gets many tiles")
+    parser.add_argument("--mutants", type=int, default=0, help="plant so many faults of a kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save")
     options = parser.parse_args(arguments)
+    if options.sms:
+        SMS[options.arch] = options.sms
     _prepare(options.arch)
     one = Schedule(options.timing, options.order, options.seed)
     compiler = Compiler(options.arch, ADVERSARIAL if options.adversarial else (one,))

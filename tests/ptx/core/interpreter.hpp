@@ -561,11 +561,10 @@ class Interpreter {
       }
     });
     Wait& wait = w.splits[split].wait;
-    const bool woken = wait.kind == Wait::OnMBarrier;
-    const bool spurious = m_.launch.timing == Timing::Random && m_.random.below(16) == 0;
-    const bool stuck =
-        woken && wait.token == ~u64{0};  // nothing else can run: let finished lanes go on
-    if (done != mask && !((spurious && woken) || (stuck && done))) {
+    // Nothing else can run: lanes that are done go on, the others try again.
+    const bool stuck = wait.kind == Wait::OnMBarrier && wait.token == ~u64{0};
+    const bool spurious = m_.launch.timing == Timing::Random && m_.random.below(4) == 0;
+    if (done != mask && !spurious && !(stuck && done)) {
       wait = {Wait::OnMBarrier, m_.cluster->events, address, parity};
       return Flow::Blocked;
     }

@@ -1,0 +1,66 @@
+"""Compare saved executions with the same kernels on a GPU: how many bits agree.
+
+    python -m ptx.known sm_90a attention --dim 128 --causal --backward --save fa4.pt     # anywhere
+    python on_gpu.py fa4.pt --causal                                     # on an H100 or H200
+
+Needs torch with CUDA, flash-attn-4 and the CuTe DSL; nothing of this repository. For each output it
+prints the share of identical elements and the largest difference in units of the last place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import types
+
+import torch
+
+
+def _flash_attention() -> types.ModuleType:
+    if importlib.util.find_spec("triton") is None:  # quack/__init__ wants it, its submodules do not
+        spec = importlib.util.find_spec("quack")
+        if spec is None or spec.submodule_search_locations is None:
+            raise ModuleNotFoundError("quack")
+        package = types.ModuleType("quack")
+        package.__path__ = list(spec.submodule_search_locations)
+        sys.modules["quack"] = package
+    from flash_attn.cute import interface
+
+    return interface
+
+
+def ordered(x: torch.Tensor) -> torch.Tensor:
+    """Integers in the order of the floats, so that neighbours differ by 1."""
+    integer = {2: torch.int16, 4: torch.int32}[x.element_size()]
+    bits = x.contiguous().view(integer).to(torch.int64)
+    magnitude = bits & (2 ** (8 * x.element_size() - 1) - 1)
+    return torch.where(bits < 0, -magnitude, magnitude)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("saved")
+    parser.add_argument("--causal", action="store_true")
+    options = parser.parse_args()
+    saved = torch.load(options.saved, weights_only=True)
+    interface = _flash_attention()
+    q, k, v, dout = (saved[name].cuda() for name in ("q", "k", "v", "dout"))
+    out, lse = interface._flash_attn_fwd(q, k, v, causal=options.causal, return_lse=True)[:2]
+    got = {"out": out, "lse": lse}
+    if "dq" in saved:
+        # From the executor's own forward results, so that only the backward is compared.
+        grads = interface._flash_attn_bwd(
+            q, k, v, saved["out"].cuda(), dout, saved["lse"].cuda(), causal=options.causal
+        )
+        got |= dict(zip(("dq", "dk", "dv"), grads[:3], strict=True))
+    torch.cuda.synchronize()
+    print(torch.cuda.get_device_name(), options.saved)
+    for name, x in got.items():
+        gap = (ordered(x.cpu()) - ordered(saved[name])).abs()
+        equal = (gap == 0).double().mean().item()
+        print(f"{name:4} identical {equal:8.4%}   largest difference {gap.max().item()} ulp")
+
+
+if __name__ == "__main__":
+    main()
