@@ -3,8 +3,10 @@
     python examples/packed_balance.py --seq 1048576 --ranks 8 72
 
 The lengths are those of the Python files of this interpreter's standard library (without its tests
-and site-packages), 4 bytes a token, shuffled by a fixed seed and cut at --seq: short ones by the
-hundred and a few that hold a tenth of the tokens, as text corpora are. Neither torch nor a GPU.
+and site-packages), 4 bytes a token, shuffled by a fixed seed and cut at --seq: hundreds of short
+ones and a few very long, as text corpora are. "To hide" is the rate at which a rank that computes
+100 TFLOP/s (32 query heads) must read, so that transfers take no longer than work. Neither torch
+nor a GPU.
 """
 
 from __future__ import annotations
@@ -53,7 +55,18 @@ def rows(seq: int, ranks: Sequence[int], lengths: list[int], wire: str) -> list[
     mask = masks.documents(edges)
     middle = sorted(taken)[len(taken) // 2]
     print(f"{len(taken)} documents, {seq:,} tokens: median {middle:,}, longest {max(taken):,}")
-    table = [("ranks", "sharding", "busiest/mean", "tokens", "chunks", "read", "most of a rank")]
+    table = [
+        (
+            "ranks",
+            "sharding",
+            "busiest/mean",
+            "tokens",
+            "chunks",
+            "read",
+            "most of a rank",
+            "to hide",
+        )
+    ]
     for world in ranks:
         for name in ("contiguous", "zigzag", "striped", "balanced"):
             sharding = by_name(name, mask, world)
@@ -61,7 +74,8 @@ def rows(seq: int, ranks: Sequence[int], lengths: list[int], wire: str) -> list[
             chunks = max(len(shard.chunks) for shard in sharding.shards)
             shares = f"{n.balance:.3f}", f"{n.token_balance:.3f}"
             read, most = bytes_text(sum(n.read)), bytes_text(max(n.read))
-            table.append((str(world), name, *shares, str(chunks), read, most))
+            hide = f"{100 * (n.bytes_per_kflop or 0):.2f} GB/s"
+            table.append((str(world), name, *shares, str(chunks), read, most, hide))
     return table
 
 
