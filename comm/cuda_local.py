@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -32,7 +33,10 @@ from ringfa4.comm.arena import aligned_empty
 from ringfa4.comm.local import LocalWorld
 from ringfa4.comm.pull import Engine, Flag, Lane, Mark, Memory, PullTransport, Signals
 from ringfa4.comm.streams import CudaEngine, CudaLane
-from ringfa4.errors import PeerError
+from ringfa4.errors import ContextBrokenError, PeerError
+
+TURN_POLL_S = 0.05
+"""How often a rank that waits for its turn looks whether another one failed."""
 
 
 class SharedSpace:
@@ -47,7 +51,8 @@ class SharedSpace:
         self.pieces: list[list[Tensor | None]] = [[] for _ in ranks]
         """Of each rank: what it allocated, in order; None once it is freed."""
         self.turn = threading.Lock()
-        """Held by the rank whose host works."""
+        self.holder: int | None = None
+        """The rank whose host works, and has ``turn``."""
 
 
 class SharedMemory(Memory):
@@ -86,15 +91,24 @@ class EventSignals(Signals):
         self.lost: PeerError | None = None
         self._space, self._rank = space, rank
         self._reason: str | None = None
-        self._has_turn = False
 
     def begin(self) -> None:
-        self._space.turn.acquire()
-        self._has_turn = True
+        """PeerError when the rank whose turn it is keeps it for too long, or a rank failed."""
+        space, world = self._space, self._space.world
+        deadline = time.monotonic() + world.timeout_s
+        while not space.turn.acquire(timeout=TURN_POLL_S):
+            if self._reason is not None:
+                raise ContextBrokenError(self._reason)
+            failed, holder = world.failure(besides=self._rank), space.holder
+            if failed is not None:
+                raise PeerError(failed[1], rank=failed[0])
+            if time.monotonic() > deadline:
+                raise PeerError(f"no turn given up within {world.timeout_s:g} s", rank=holder)
+        space.holder = self._rank
 
     def end(self) -> None:
-        if self._has_turn:
-            self._has_turn = False
+        if self._space.holder == self._rank:
+            self._space.holder = None
             self._space.turn.release()
 
     def set(self, lane: Lane, flag: Flag, peers: Sequence[int], value: int) -> None:
@@ -115,7 +129,7 @@ class EventSignals(Signals):
 
         for peer in peers:
             if not there(peer):
-                had_turn = self._has_turn
+                had_turn = self._space.holder == self._rank
                 self.end()
                 world.wait(
                     self._rank,

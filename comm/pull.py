@@ -35,7 +35,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,6 +53,8 @@ from ringfa4.comm.interface import (
     require_gather_arguments,
 )
 from ringfa4.errors import ContextBrokenError, PeerError
+
+T = TypeVar("T")
 
 POLL_S = 0.001
 """How often the host looks at a mark, in the rare places where it waits for one."""
@@ -156,7 +158,10 @@ class Signals(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """A call of this rank begins: until :meth:`end` only :meth:`wait` waits for peers."""
+        """A call of this rank begins: until :meth:`end` only :meth:`wait` waits for peers.
+
+        May raise PeerError, as :meth:`wait`.
+        """
 
     @abstractmethod
     def end(self) -> None:
@@ -242,7 +247,7 @@ class PullTransport(Transport):
             self._grow(schedule)
         call, self.calls = self.calls, self.calls + 1
         self.in_call = True
-        self.signals.begin()
+        self._or_break(self.signals.begin)
         if call >= 2:
             what = f"arrival in call {call - 1}"
             self.wait(self.engine.current(), Flag.PUBLISHED, self.peers, call, what)
@@ -319,8 +324,12 @@ class PullTransport(Transport):
         step: int | None = None,
     ) -> None:
         """As :meth:`Signals.wait`; an error breaks this transport."""
+        self._or_break(lambda: self.signals.wait(lane, flag, peers, value, what, step))
+
+    def _or_break(self, do: Callable[[], T]) -> T:
+        """``do()``; a lost peer breaks this transport."""
         try:
-            self.signals.wait(lane, flag, peers, value, what, step)
+            return do()
         except PeerError as error:
             self.abort(str(error))
             raise
@@ -355,11 +364,7 @@ class PullTransport(Transport):
             time.sleep(POLL_S)
 
     def _meet(self, what: str) -> None:
-        try:
-            messages = self._control.gather(f"{what} {self.calls}".encode())
-        except PeerError as error:
-            self.abort(str(error))
-            raise
+        messages = self._or_break(lambda: self._control.gather(f"{what} {self.calls}".encode()))
         assert len(set(messages)) == 1, f"ranks are in different calls: {messages}"
 
 
