@@ -3,11 +3,12 @@
     forward:   (out, lse) of a band from one call; the state merges them
     backward:  the library's backward with the merged out and lse
 
-A band of a task is one call over its box, with the band as a sliding window: the libraries align a
-window bottom-right, row i of n sees the keys i + m - n - left .. i + m - n + right of m, and a
-trimmed band always gives left >= 0 and right >= 0 (:func:`window`). So causal and shifted
-diagonals, windows and packed documents need no mask and no cutting, every row of a call sees at
-least one key, and K and V are strided views into the records.
+A band of a task is one call over its box (neighbouring tasks whose union is a band are one call),
+with the band as a sliding window: the libraries align a window bottom-right, row i of n sees the
+keys i + m - n - left .. i + m - n + right of m, and a trimmed band always gives left >= 0 and right
+>= 0 (:func:`window`). So causal and shifted diagonals, windows and packed documents need no mask
+and no cutting, every row of a call sees at least one key, and K and V are strided views into the
+records.
 
 What the libraries do not do is done here, always without asking the device (no host
 synchronisation):
@@ -105,6 +106,77 @@ class NativeBackward(Queries):
         return Rows(q, out, dout, lse[batch, :, rows].contiguous(), dlse)
 
 
+@dataclass(frozen=True)
+class Call:
+    """One band between rows of the local tensors and keys that lie together in memory.
+
+    ``row`` is the batch row (None: all), ``box`` the band with both sides starting at 0, ``keys``
+    the chunk ranges (chunk, k0, k1) that k and v (b', m, heads_kv, d) hold, in order.
+    """
+
+    row: int | None
+    rows: slice
+    box: Band
+    keys: tuple[tuple[int, int, int], ...]
+    k: Tensor
+    v: Tensor
+
+    @property
+    def batch(self) -> slice:
+        return slice(None) if self.row is None else slice(self.row, self.row + 1)
+
+    def part(self, piece: Band) -> Call:
+        """What a band inside the box needs."""
+        if piece == self.box:
+            return self
+        keys, at = [], 0
+        for chunk, k0, k1 in self.keys:
+            a, b = max(piece.k0 - at, 0), min(piece.k1 - at, k1 - k0)
+            if a < b:
+                keys.append((chunk, k0 + a, k0 + b))
+            at += k1 - k0
+        rows = slice(self.rows.start + piece.q0, self.rows.start + piece.q1)
+        k, v = (x[:, piece.k0 : piece.k1] for x in (self.k, self.v))
+        return Call(self.row, rows, piece.shifted(-piece.q0, -piece.k0), tuple(keys), k, v)
+
+
+def _joined(first: Call, second: Call) -> Call | None:
+    """Both as one call, where their union is one band: fewer and larger calls, and fewer merges.
+
+    Of one causal shard of two chunks this makes a single causal call; of a step that sees a whole
+    chunk, a single rectangle.
+    """
+    if first.row != second.row or first.box.lo is not None or second.box.lo is not None:
+        return None
+    n1, n2, m1, m2 = first.box.q1, second.box.q1, first.box.k1, second.box.k1
+    one, two = first.box.hi, second.box.hi
+    if first.rows == second.rows and one is None:
+        k, v = _beside(first.k, second.k), _beside(first.v, second.v)
+        if k is None or v is None:
+            return None
+        box = Band(0, n1, 0, m1 + m2, None, None if two is None else two + m1)
+        return Call(first.row, first.rows, box, first.keys + second.keys, k, v)
+    if first.rows.stop != second.rows.start or second.keys[: len(first.keys)] != first.keys:
+        return None
+    rows = slice(first.rows.start, second.rows.stop)
+    if one is None and two is None and m1 == m2:
+        return Call(first.row, rows, Band(0, n1 + n2, 0, m1), first.keys, first.k, first.v)
+    if one is not None and two == one + n1 and n1 + one <= m1:
+        box = Band(0, n1 + n2, 0, m2, None, one)  # the diagonal goes on where the first one ends
+        return Call(first.row, rows, box, second.keys, second.k, second.v)
+    return None
+
+
+def _beside(a: Tensor, b: Tensor) -> Tensor | None:
+    """(b, m + m', h, d) over both, if b's tokens follow a's in memory."""
+    end = a.data_ptr() + a.shape[1] * a.stride(1) * a.element_size()
+    same = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    if not same or a.stride() != b.stride() or end != b.data_ptr():
+        return None
+    shape = a.shape[0], a.shape[1] + b.shape[1], *a.shape[2:]
+    return a.as_strided(shape, a.stride(), a.storage_offset())
+
+
 class NativeKernel(BlockKernel):
     """A kernel that computes one band per library call."""
 
@@ -140,19 +212,17 @@ class NativeKernel(BlockKernel):
         scale: float,
         state: State,
     ) -> None:
-        for task, band, batch, rows in self._calls(queries, tasks):
-            q = queries.q[batch, rows]
-            k, v = (x[batch] for x in shard.keys_values(task.k_chunk, band.k0, band.k1))
-            box = band.shifted(-band.q0, -band.k0)
-            if masks_pairs(box):
+        for call in self._calls(queries, shard, tasks):
+            q, k, v = queries.q[call.batch, call.rows], call.k, call.v
+            if masks_pairs(call.box):
                 v, bad = guarded(v, None, zero_found=True)
-                out, lse = self.attend(box, scale, q, aligned(k), v)
-                fill_rows(out, seen_by_queries(box, bad, q.shape[2]), torch.nan)
+                out, lse = self.attend(call.box, scale, q, aligned(k), v)
+                fill_rows(out, seen_by_queries(call.box, bad, q.shape[2]), torch.nan)
             else:
-                out, lse = self.attend(box, scale, q, aligned(k), aligned(v))
+                out, lse = self.attend(call.box, scale, q, aligned(k), aligned(v))
             # Every row sees a key, so an infinite lse is what the library makes of NaN.
             lse = torch.nan_to_num(lse, nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
-            state.merge(task.batch, rows, out, lse)
+            state.merge(call.row, call.rows, out, lse)
 
     def backward(
         self,
@@ -163,34 +233,51 @@ class NativeKernel(BlockKernel):
         grads: Grads,
     ) -> None:
         assert isinstance(queries, NativeBackward)
-        for task, band, batch, rows in self._calls(queries, tasks):
-            k, v = (x[batch] for x in shard.keys_values(task.k_chunk, band.k0, band.k1))
-            box = band.shifted(-band.q0, -band.k0)
+        for call in self._calls(queries, shard, tasks):
+            batch, rows, box, k, v = call.batch, call.rows, call.box, call.k, call.v
             own = queries.operands(batch, rows, quiet=masks_pairs(box))
             if masks_pairs(box):
                 k, bad_k = guarded(k, None, zero_found=True)
                 v, bad_v = guarded(v, None, zero_found=True)
-                results = self.differentiate(box, scale, own, k, v)
+                dq, dk, dv = results = self.differentiate(box, scale, own, k, v)
                 spoils = queries.spoils[batch, :, rows], queries.spoils_dv[batch, :, rows]
                 _spoil(box, results, spoils, bad_k, bad_v)
             else:
-                results = self.differentiate(box, scale, own, aligned(k), aligned(v))
-            dq, dk, dv = results
-            grads.add_dq(task.batch, rows, dq)
-            grads.add_dkv(task.batch, task.k_chunk, band.k0, band.k1, dk, dv)
+                dq, dk, dv = self.differentiate(box, scale, own, aligned(k), aligned(v))
+            grads.add_dq(call.row, rows, dq)
+            at = 0
+            for chunk, k0, k1 in call.keys:
+                here = slice(at, at + k1 - k0)
+                grads.add_dkv(call.row, chunk, k0, k1, dk[:, here], dv[:, here])
+                at += k1 - k0
 
     def _calls(
-        self, queries: Queries, tasks: Sequence[Task]
-    ) -> Iterator[tuple[Task, Band, slice, slice]]:
-        """(task, band of a call, its batch rows, its rows of the local tensors), in list order."""
+        self, queries: Queries, shard: EncodedShard, tasks: Sequence[Task]
+    ) -> Iterator[Call]:
+        """The calls that compute ``tasks``: neighbours joined where they are one band, then cut."""
+        joined: list[Call] = []
         for task in tasks:
             batch = slice(None) if task.batch is None else slice(task.batch, task.batch + 1)
             for whole in task.bands:
-                trimmed = whole.trimmed()
-                if trimmed is None:
+                band = whole.trimmed()
+                if band is None:
                     continue
-                for band in self.cut(trimmed):
-                    yield task, band, batch, queries.rows(task.q_chunk, band.q0, band.q1)
+                keys = task.k_chunk, band.k0, band.k1
+                k, v = (x[batch] for x in shard.keys_values(*keys))
+                rows = queries.rows(task.q_chunk, band.q0, band.q1)
+                box = band.shifted(-band.q0, -band.k0)
+                call: Call | None = Call(task.batch, rows, box, (keys,), k, v)
+                while joined and call is not None:
+                    both = _joined(joined[-1], call)
+                    if both is None:
+                        break
+                    joined.pop()
+                    call = both
+                assert call is not None
+                joined.append(call)
+        for call in joined:
+            for piece in self.cut(call.box):
+                yield call.part(piece)
 
 
 def _spoil(

@@ -267,7 +267,10 @@ class Grads:
 
 def _add(into: Tensor, value: Tensor, seen: bool) -> None:
     """Add ``value``, or assign it where nothing was written yet."""
-    if seen:
+    kernels = fused(into.device)
+    if kernels is not None and kernels.accumulates(into, value):
+        kernels.accumulate(into, value, first=not seen)
+    elif seen:
         into.add_(value)
     else:
         into.copy_(value)

@@ -247,6 +247,22 @@ class CuteContract:
         for name in ("acc", "max", "sum"):
             assert torch.equal(getattr(first, name), getattr(second, name))
 
+    @pytest.mark.parametrize("heads, d", [(3, 96), (8, 128), (1, 8)])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_gradients_are_assigned_then_added(
+        self, heads: int, d: int, dtype: torch.dtype
+    ) -> None:
+        """Into rows of any strides, as gradient records have them; sums are exact to the bit."""
+        wide = torch.full((131, 2, heads * (d + 8)), math.nan).to(self.device)
+        into = wide[..., : heads * d].unflatten(-1, (heads, d)).transpose(0, 1)[:, 1:120]
+        first, second = (torch.randn(2, 119, heads, d).to(dtype) for _ in range(2))
+        with self.running():
+            host.accumulate(into, first.to(self.device), first=True)
+            host.accumulate(into, second.to(self.device), first=False)
+        assert torch.equal(into.cpu(), first.float() + second.float())
+        assert bool(torch.isnan(wide[:1]).all()) and bool(torch.isnan(wide[120:]).all())
+        assert bool(torch.isnan(wide[..., heads * d :]).all())
+
     # ---- rows that are not finite --------------------------------------------------------------
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)

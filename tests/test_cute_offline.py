@@ -17,6 +17,7 @@ import pytest
 from ringfa4.kernels.cute import cache
 from ringfa4.kernels.cute.cache import Binary
 from ringfa4.kernels.cute.specs import (
+    AccumulateSpec,
     DecodeSpec,
     EncodeSpec,
     FillSpec,
@@ -226,6 +227,7 @@ SPECS: dict[str, Callable[[bool], Spec]] = {
     "decode, seq": lambda hw: DecodeSpec("fp16", 192, "seq", "seq", hw),
     "merge": lambda hw: MergeSpec.of("bf16", 128, 8, 4, False),
     "merge, first": lambda hw: MergeSpec.of("fp32", 96, 3, 1, True),
+    "accumulate": lambda hw: AccumulateSpec("bf16", 96, False),
     "guard": lambda hw: GuardSpec("bf16", 80, True, False),
     "fill": lambda hw: FillSpec(256, -1),
 }

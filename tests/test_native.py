@@ -6,16 +6,21 @@ habits, NaN leaking through masked pairs and an lse of -inf for rows whose logit
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_contract import KernelContract
+from kernel_contract import KernelContract, shard
 from torch import Tensor
 
+from ringfa4 import mask as masks
 from ringfa4.kernels.interface import BlockKernel, KernelSpec
 from ringfa4.kernels.native import NativeKernel, Rows, aligned, masks_pairs, window
-from ringfa4.mask import Band
+from ringfa4.mask import Band, Mask
+from ringfa4.shard import Shard
 
 
 def allowed(box: Band) -> Tensor:
@@ -106,3 +111,93 @@ def test_aligned_copies_only_what_is_not(dtype: torch.dtype):
     assert aligned(x[:, 1:, ::2]).data_ptr() == x[:, 1:, ::2].data_ptr()
     for odd in (x[..., ::2], x[..., 1:17], x.transpose(1, 3)):
         assert aligned(odd).is_contiguous() and torch.equal(aligned(odd), odd)
+
+
+class Counting(Library):
+    """Notes the box of each call."""
+
+    def __init__(self) -> None:
+        self.boxes: list[Band] = []
+
+    def attend(
+        self, box: Band, scale: float, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        self.boxes.append(box)
+        return super().attend(box, scale, q, k, v)
+
+    def differentiate(
+        self, box: Band, scale: float, rows: Rows, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self.boxes.append(box)
+        return super().differentiate(box, scale, rows, k, v)
+
+
+class Halves(Counting):
+    """Cuts every box into its upper and lower rows, as a library with narrower masks has to."""
+
+    def cut(self, band: Band) -> Iterator[Band]:
+        middle = (band.q0 + band.q1) // 2
+        for a, b in ((band.q0, middle), (middle, band.q1)):
+            part = band.within(a, b, band.k0, band.k1)
+            if part is not None:
+                yield part
+
+
+class TestJoined(KernelContract):
+    """Neighbouring tasks in one call, where chunks fill their records."""
+
+    kernel = "library double"
+    dtypes = (torch.bfloat16,)
+    library: type[Counting] = Counting
+
+    def make(self) -> BlockKernel:
+        self.made = self.library()
+        return self.made
+
+    def boxes(self, mask: Mask, q: Shard, k: Shard) -> list[Band]:
+        case = replace(self.case(mask, batch=1), q_shard=q, k_shard=k)
+        self.check(case)
+        return self.made.boxes
+
+    def test_a_causal_shard_is_one_call(self) -> None:
+        for lengths in ((128, 128), (128, 256, 72)):
+            own, total = shard(*lengths), sum(lengths)
+            assert self.boxes(masks.causal(total), own, own) == [Band(0, total, 0, total, None, 0)]
+
+    def test_full_chunks_are_one_rectangle(self) -> None:
+        own = shard(128, 128)
+        assert self.boxes(masks.full(256), own, own) == [Band(0, 256, 0, 256)]
+        assert self.boxes(masks.full(256), shard(56, 200), own) == [Band(0, 256, 0, 256)]
+
+    def test_padding_between_chunks_keeps_them_apart(self) -> None:
+        own = shard(100, 100)
+        assert len(self.boxes(masks.causal(200), own, own)) == 3
+
+    def test_documents_and_windows_stay_apart(self) -> None:
+        own = shard(128, 128)
+        apart = masks.documents([0, 128, 256])
+        assert self.boxes(apart, own, own) == [Band(0, 128, 0, 128, None, 0)] * 2
+        assert all(b.lo is not None for b in self.boxes(masks.window(256, left=9), own, own))
+
+
+class TestJoinedThenCut(TestJoined):
+    """Parts of joined calls find their keys and rows again."""
+
+    library = Halves
+
+    def test_a_causal_shard_is_one_call(self) -> None:
+        own = shard(128, 128)
+        boxes = self.boxes(masks.causal(256), own, own)
+        assert boxes == [Band(0, 128, 0, 128, None, 0), Band(0, 128, 0, 256, None, 128)]
+
+    def test_full_chunks_are_one_rectangle(self) -> None:
+        own = shard(128, 128)
+        assert self.boxes(masks.full(256), own, own) == [Band(0, 128, 0, 256)] * 2
+
+    def test_padding_between_chunks_keeps_them_apart(self) -> None:
+        own = shard(100, 100)
+        assert len(self.boxes(masks.causal(200), own, own)) == 6
+
+    def test_documents_and_windows_stay_apart(self) -> None:
+        own = shard(128, 128)
+        assert len(self.boxes(masks.documents([0, 128, 256]), own, own)) == 4

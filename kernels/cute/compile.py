@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from ringfa4.kernels.cute.specs import (
+    AccumulateSpec,
     DecodeSpec,
     EncodeSpec,
     FillSpec,
@@ -28,6 +29,7 @@ KERNELS = {
     MergeSpec: "ringfa4.kernels.cute.merge:Merge",
     GuardSpec: "ringfa4.kernels.cute.guard:Guard",
     FillSpec: "ringfa4.kernels.cute.guard:Fill",
+    AccumulateSpec: "ringfa4.kernels.cute.accumulate:Accumulate",
 }
 
 _TRACING = threading.Lock()

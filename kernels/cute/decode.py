@@ -3,9 +3,9 @@
     value = E4M3(payload) * 2^(scale - 127)     exact in bf16 and fp32; fp16 saturates
 
 The same work split as :mod:`ringfa4.kernels.cute.encode`: a thread block decodes one record of one
-(batch row, head), a warp 32 tokens, lane l = 4 g + q the tokens 4 g .. 4 g + 3 and the columns 8 q
-.. 8 q + 7 of each 32 x 32 tile. The result is (b, heads, tokens, d), tokens counting whole records;
-what padding holds is decoded like everything else.
+(batch row, head), a warp 32 tokens in strips of 8 W columns, lane l = W g + q the tokens W g .. W g
++ W - 1 and the columns 8 q .. 8 q + 7 of a strip. The result is (b, heads, tokens, d), tokens
+counting whole records; what padding holds is decoded like everything else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ THREADS = DecodeSpec.THREADS
 
 
 class Decode:
-    """Grid (records, heads, batch), block (THREADS, 1, 1)."""
+    """Grid (records * heads, batch, 1), block (THREADS, 1, 1)."""
 
     def __init__(self, spec: DecodeSpec) -> None:
         self.spec = spec
@@ -56,7 +56,8 @@ class Decode:
     ) -> None:
         """Offsets in bytes; ``out_row`` is the size of one (batch row, head) of ``out``."""
         thread, _, _ = cute.arch.thread_idx()
-        record, head, batch = cute.arch.block_idx()
+        block, batch, _ = cute.arch.block_idx()
+        record, head = block // heads, block % heads
         row = Int64(batch * heads + head)
         source = records + record * record_bytes
         self._decode(
@@ -67,60 +68,56 @@ class Decode:
     def _decode(
         self, payload: Any, scales: Any, out: Any, row: Any, record: Any, warp: Any, lane: Any
     ) -> None:
-        spec, always = self.spec, Int32(1)
+        spec, width, always = self.spec, self.spec.lanes, Int32(1)
         size = 4 if spec.dtype == "fp32" else 2
-        group, quad = lane // 4, lane % 4
-        tiles, atoms = spec.d // TILE, -(-spec.d // 128)
+        group, q = lane // width, lane % width
+        strips, atoms = spec.d // (8 * width), -(-spec.d // 128)
         scales = scales + row * (512 * atoms)
-        for begin in range(0, tiles, 4):
-            here = range(begin, min(begin + 4, tiles))
-            words = [self._load(payload, row, t, warp, group, quad) for t in here]
-            factors = self._factors(scales + begin * 128, here, warp, group, quad)
-            for t, word, factor in zip(here, words, factors, strict=True):
+        ahead = max(1, 16 // width)
+        for begin in range(0, strips, ahead):
+            here = range(begin, min(begin + ahead, strips))
+            words = [self._load(payload, row, s, warp, group, q) for s in here]
+            factors = [self._factors(scales, s, warp, group, q) for s in here]
+            for s, word, factor in zip(here, words, factors, strict=True):
                 values = self._values(word)
-                for i in range(4):
-                    token = Int64(record * 128 + warp * TILE + group * 4 + i)
-                    to = out + (token * spec.d + (t * TILE + quad * 8)) * size
+                token = Int64(record * 128 + warp * TILE + group * width)
+                to = out + (token * spec.d + (s * (8 * width) + q * 8)) * size
+                for i in range(width):
                     line = [dev.multiply(values[i][j], factor[i][j]) for j in range(8)]
                     packed = dev.pack(line, spec.dtype)
                     for n in range(0, len(packed), 4):
-                        dev.store(to + 4 * n, packed[n : n + 4], always)
+                        at = to + (i * spec.d * size + 4 * n)
+                        dev.store(at, packed[n : n + 4], always)
 
-    def _load(self, payload: Any, row: Any, t: int, warp: Any, group: Any, quad: Any) -> list[Any]:
-        """The lane's 32 codes: 4 pairs of words (tokens), or 8 words (columns)."""
-        d, always = self.spec.d, Int32(1)
+    def _load(self, payload: Any, row: Any, s: int, warp: Any, group: Any, q: Any) -> list[Any]:
+        """The lane's 8 W codes: W pairs of words (tokens), or 8 times W / 4 words (columns)."""
+        d, width, always = self.spec.d, self.spec.lanes, Int32(1)
+        token, column = warp * TILE + group * width, s * (8 * width) + q * 8
         if self.spec.contiguous == "d":
-            at = payload + (row * 128 + warp * TILE + group * 4) * d + (t * TILE + quad * 8)
-            return [dev.load(at + i * d, 2, always) for i in range(4)]
-        at = payload + (row * d + t * TILE + quad * 8) * 128 + (warp * TILE + group * 4)
-        return [dev.load(at + j * 128, 1, always) for j in range(8)]
+            at = payload + (row * 128 + token) * d + column
+            return [dev.load(at + i * d, 2, always) for i in range(width)]
+        at = payload + (row * d + column) * 128 + token
+        return [dev.load(at + j * 128, width // 4, always) for j in range(8)]
 
     def _values(self, words: list[Any]) -> list[list[Any]]:
         """fp32 codes as [token][column]."""
         native = self.spec.native
+        lines = [[x for word in line for x in dev.from_e4m3(word, native)] for line in words]
         if self.spec.contiguous == "d":
-            return [[x for word in pair for x in dev.from_e4m3(word, native)] for pair in words]
-        columns = [dev.from_e4m3(word, native) for (word,) in words]
-        return [[column[i] for column in columns] for i in range(4)]
+            return lines
+        return [[column[i] for column in lines] for i in range(self.spec.lanes)]
 
-    def _factors(
-        self, atom: Any, tiles: range, warp: Any, group: Any, quad: Any
-    ) -> list[list[list[Any]]]:
-        """Scale values as [tile][token][column] of the (up to four) tiles of one atom."""
-        always = Int32(1)
+    def _factors(self, scales: Any, s: int, warp: Any, group: Any, q: Any) -> list[list[Any]]:
+        """Scale values of a strip as [token][column]."""
+        width, always = self.spec.lanes, Int32(1)
+        first_block = s * (width // 4)
+        within = (first_block % 4 + q // 4) * 8  # the bit of the lane's block in a word of tokens
+        atom = scales + first_block // 4 * 512
         if self.spec.along == "d":
-            at = atom + (group * 64 + warp * 4)
-            rows = [dev.load_shared_line(at + i * 16, always) for i in range(4)]
-            return [[[self._byte(word, n)] * 8 for word in rows] for n in range(len(tiles))]
+            at = atom + (group * (16 * width) + warp * 4)
+            rows = [dev.load_shared_line(at + i * 16, always) for i in range(width)]
+            return [[dev.scale_value((word >> within) & 0xFF)] * 8 for word in rows]
         # The words of a column hold 4 column groups, a byte for each of the 4 warps.
-        factors = []
-        for n in range(len(tiles)):
-            at = atom + (quad * 128 + n * 4)
-            columns = [dev.load_shared_line(at + j * 16, always) for j in range(8)]
-            line = [dev.scale_value((word >> (warp * 8)) & 0xFF) for word in columns]
-            factors.append([line] * 4)
-        return factors
-
-    @staticmethod
-    def _byte(word: Any, n: int) -> Any:
-        return dev.scale_value((word >> (8 * n)) & 0xFF)
+        at = atom + (q % 4 * 128 + within // 2)
+        columns = [dev.load_shared_line(at + j * 16, always) for j in range(8)]
+        return [[dev.scale_value((word >> (warp * 8)) & 0xFF) for word in columns]] * width

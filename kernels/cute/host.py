@@ -19,6 +19,8 @@ from ringfa4.kernels.cute import cache
 from ringfa4.kernels.cute.driver import Kernel, architecture
 from ringfa4.kernels.cute.specs import (
     PARTIALS,
+    RUN,
+    AccumulateSpec,
     DecodeSpec,
     EncodeSpec,
     FillSpec,
@@ -117,7 +119,7 @@ def encode(
         floor, _native(x.device),
     )  # fmt: skip
     _launch(
-        spec, x.device, (len(records), heads, batch),
+        spec, x.device, (len(records) * heads, batch, 1),
         x.data_ptr(), *(x.stride(n) * size for n in (0, 1, 2)),
         records.data_ptr(), records.stride(0), payload, scales_d or 0, scales_seq or 0,
         tokens, heads,
@@ -138,7 +140,7 @@ def decode(
     assert tokens == len(records) * RECORD and out.is_contiguous(), (out.shape, len(records))
     spec = DecodeSpec(DTYPES[out.dtype], d, contiguous, along, _native(out.device))
     _launch(
-        spec, out.device, (len(records), heads, batch),
+        spec, out.device, (len(records) * heads, batch, 1),
         records.data_ptr(), records.stride(0), payload, scales,
         out.data_ptr(), tokens * d * out.element_size(), heads,
     )  # fmt: skip
@@ -184,6 +186,24 @@ def merge(
 
 
 _merge_spec = lru_cache(maxsize=256)(MergeSpec.of)
+
+
+def accumulates(sum: Tensor, x: Tensor) -> bool:
+    """Whether :func:`accumulate` takes these."""
+    return sum.dtype == torch.float32 and takes(sum) and takes(x)
+
+
+def accumulate(sum: Tensor, x: Tensor, *, first: bool) -> None:
+    """x (b, n, h, d) into sum (b, n, h, d), fp32; ``first`` assigns."""
+    batch, tokens, heads, d = x.shape
+    spec = AccumulateSpec(DTYPES[x.dtype], d, first)
+    blocks = -(-tokens * heads * (d // RUN) // (spec.THREADS * spec.UNITS))
+    size = x.element_size()
+    _launch(
+        spec, x.device, (blocks, batch, 1),
+        sum.data_ptr(), *(sum.stride(n) * 4 for n in (0, 1, 2)),
+        x.data_ptr(), *(x.stride(n) * size for n in (0, 1, 2)), tokens, heads,
+    )  # fmt: skip
 
 
 # ---- rows that are not finite -------------------------------------------------------------------

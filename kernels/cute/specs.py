@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 TILE = 32
-"""Tokens and columns of a tile: what a warp of encode and decode holds at a time."""
+"""Tokens that a warp of encode and decode holds: those of a block along the sequence."""
+
+
+def lanes_across(d: int) -> int:
+    """Lanes of a warp side by side along d, 8 columns each: 256 bytes of bf16 where d allows."""
+    assert d % TILE == 0, d
+    return 16 if d % 128 == 0 else 8 if d % 64 == 0 else 4
+
 
 RUN = 4
 """Elements of a row that a thread of merge handles together: 16 bytes of fp32, so that neighbouring
@@ -44,6 +51,15 @@ class EncodeSpec:
     floor: bool
     native: bool
 
+    @property
+    def lanes(self) -> int:
+        return min(8, lanes_across(self.d))
+
+    @property
+    def ahead(self) -> int:
+        """Strips loaded before the first is used: 64 registers of words."""
+        return max(1, 32 // (self.lanes * (4 if self.dtype == "fp32" else 2)))
+
 
 @dataclass(frozen=True)
 class DecodeSpec:
@@ -59,6 +75,10 @@ class DecodeSpec:
     contiguous: str
     along: str
     native: bool
+
+    @property
+    def lanes(self) -> int:
+        return lanes_across(self.d)
 
 
 @dataclass(frozen=True)
@@ -133,4 +153,17 @@ class FillSpec:
     word: int
 
 
-Spec = EncodeSpec | DecodeSpec | MergeSpec | GuardSpec | FillSpec
+@dataclass(frozen=True)
+class AccumulateSpec:
+    """``dtype`` of what is added, rows of ``d``; ``first``: the sum is assigned and not read."""
+
+    SIGNATURE: ClassVar[str] = "qqqqqqqqii"
+    THREADS: ClassVar[int] = 256
+    UNITS: ClassVar[int] = 8
+
+    dtype: str
+    d: int
+    first: bool
+
+
+Spec = EncodeSpec | DecodeSpec | MergeSpec | GuardSpec | FillSpec | AccumulateSpec
