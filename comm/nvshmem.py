@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from ringfa4.comm.interface import Control
-from ringfa4.comm.pull import Memory, PullTransport
+from ringfa4.comm.lanes import Memory
+from ringfa4.comm.pull import PullTransport
 from ringfa4.comm.reach import require_reachable
 from ringfa4.comm.signals import memory_transport
 from ringfa4.comm.streams import CudaEngine, keep_multicast_off

@@ -1,14 +1,12 @@
 """Pull transports: peers read an outbox in memory that everybody can address, ordered on streams.
 
-    publish   call c complete:        set PUBLISHED[me] = c + 1 at every peer
-    fetch     pull lane:              wait PUBLISHED[source] >= c + 1, copy from its outbox[c % 2]
-    dK/dV i   push lane:              wait PUBLISHED[owner] >= c + 1 and RELEASED[owner] >= (c, i -
-    2),
-                                      copy into its inbox[i % 2], set DELIVERED[me] = (c, i) there
-    owner     current lane:           wait DELIVERED[sender] >= (c, i), add,
-                                      set RELEASED[me] = (c, i) at the sender of contribution i + 2
-    open      current lane:           wait PUBLISHED[everybody] >= c, then outbox[c % 2] may be
-    written
+    publish   call c complete:    set PUBLISHED[me] = c + 1 at every peer
+    fetch     pull lane:          wait PUBLISHED[source] >= c + 1, copy from its outbox[c % 2]
+    dK/dV i   push lane:          wait PUBLISHED[owner] >= c + 1, RELEASED[owner] >= (c, i - 2),
+                                  copy to its inbox[i % 2], set DELIVERED[me] = (c, i) there
+    owner     current lane:       wait DELIVERED[sender] >= (c, i), add,
+                                  set RELEASED[me] = (c, i) at the sender of contribution i + 2
+    open      current lane:       wait PUBLISHED[everybody] >= c; outbox[c % 2] may be written
 
 The publications of a call are its barrier, taken apart: a rank *arrives* when it sets its flag, and
 each wait names only those it needs. A rank sets PUBLISHED for call c + 1 after its last pull and
@@ -16,14 +14,13 @@ its last inbox read of call c, in stream order; so whoever has seen everybody's 
 may overwrite the outbox of call c - 2, and an owner whose flag is c + 1 has a free inbox.
 
 A *lane* is a queue of work in order, as a CUDA stream is: "current" is where the caller computes,
-pull and push run beside it. Nothing here waits on the host, except growing the arena and close. A
+pull and push run beside it. The host waits for the device only to grow the arena and to close. A
 view is reused by the second following fetch, which waits for what the current lane had queued by
-then.
+then. What differs between backends is behind the classes of :mod:`ringfa4.comm.lanes`.
 
-What differs between backends is behind :class:`Memory` (who maps the pieces), :class:`Signals` (how
-a flag is set and waited for) and :class:`Engine` (lanes of a device). All waits of a rank are for
-something its peers queue strictly earlier in the order of the protocol, so lanes may share a
-hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1`` included) without deadlock.
+All waits of a rank are for something its peers enqueue strictly earlier in the order of the
+protocol, so lanes may share a hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1`` included) without
+deadlock, one process a rank.
 
 Left out: peers that cannot be addressed (other hosts without NVLink between them); torch_p2p is for
 them.
@@ -32,12 +29,9 @@ them.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from enum import IntEnum
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from ringfa4.comm.arena import ALIGNMENT, Slots
@@ -52,142 +46,13 @@ from ringfa4.comm.interface import (
     Transport,
     require_gather_arguments,
 )
+from ringfa4.comm.lanes import Engine, Flag, Lane, Mark, Memory, Signals, stamp
 from ringfa4.errors import ContextBrokenError, PeerError
 
 T = TypeVar("T")
 
 POLL_S = 0.001
 """How often the host looks at a mark, in the rare places where it waits for one."""
-
-
-class Flag(IntEnum):
-    """What a rank tells a peer. Every flag has one writer and only ever counts up."""
-
-    PUBLISHED = 0
-    DELIVERED = 1
-    RELEASED = 2
-
-
-def stamp(call: int, index: int) -> int:
-    """Value of DELIVERED and RELEASED for contribution ``index`` of ``call``: grows with both."""
-    assert 0 <= index < (1 << 20) - 1, f"{index=}"
-    return (call << 20) + index + 1
-
-
-class Mark(Protocol):
-    """A point in a lane."""
-
-    def query(self) -> bool:
-        """Whether all work before it is done."""
-
-
-class Lane(ABC):
-    """A queue of work done in order. Methods only enqueue."""
-
-    @abstractmethod
-    def copy(self, into: Tensor, source: Tensor) -> None:
-        """Copy bytes (1-D uint8, equal sizes); either may be a peer's."""
-
-    @abstractmethod
-    def fill(self, into: Tensor, byte: int) -> None:
-        """Set every byte (1-D uint8)."""
-
-    @abstractmethod
-    def record(self) -> Mark:
-        """A mark behind everything enqueued so far."""
-
-    @abstractmethod
-    def after(self, mark: Mark) -> None:
-        """Later work starts when ``mark`` is reached."""
-
-    @abstractmethod
-    def write(self, words: Sequence[Tensor], value: int) -> None:
-        """Set each word (int64 scalar, possibly a peer's), visible after all earlier work of the
-        lane."""
-
-    @abstractmethod
-    def wait(self, words: Sequence[Tensor], value: int) -> None:
-        """Later work starts when each word (int64 scalar of this rank) is at least ``value``."""
-
-
-class Engine(ABC):
-    """Lanes and memory of one device."""
-
-    device: torch.device
-
-    @abstractmethod
-    def current(self) -> Lane:
-        """Where the caller's work goes."""
-
-    @abstractmethod
-    def side(self) -> Lane:
-        """A new lane beside it, for copies."""
-
-    @abstractmethod
-    def require_no_capture(self) -> None:
-        """Raises RuntimeError under CUDA-graph capture: which buffer is used is host state."""
-
-    @abstractmethod
-    def enter_thread(self) -> None:
-        """Called once in a thread of the transport's own that uses lanes."""
-
-    @abstractmethod
-    def host_copy(self, words: Tensor) -> Callable[[], list[list[int]]]:
-        """A function that returns what ``words`` (2-D int64) hold, or held a little earlier;
-        never waits long."""
-
-
-class Memory(ABC):
-    """Memory of equal size on every rank, each piece addressable by all."""
-
-    @abstractmethod
-    def allocate(self, nbytes: int) -> list[Tensor]:
-        """Every rank's piece as this rank addresses it (uint8, 128-byte aligned, undefined).
-        Collective."""
-
-    @abstractmethod
-    def free(self, pieces: list[Tensor]) -> None:
-        """Nobody uses ``pieces`` any more. Collective."""
-
-
-class Signals(ABC):
-    """Flags between ranks."""
-
-    lost: PeerError | None
-    """A peer that was lost after its wait had been enqueued."""
-
-    @abstractmethod
-    def begin(self) -> None:
-        """A call of this rank begins: until :meth:`end` only :meth:`wait` waits for peers.
-
-        May raise PeerError, as :meth:`wait`.
-        """
-
-    @abstractmethod
-    def end(self) -> None:
-        """The call is enqueued."""
-
-    @abstractmethod
-    def set(self, lane: Lane, flag: Flag, peers: Sequence[int], value: int) -> None:
-        """At every rank of ``peers``, raise this rank's ``flag`` to ``value`` after the lane's
-        work so far."""
-
-    @abstractmethod
-    def wait(
-        self, lane: Lane, flag: Flag, peers: Sequence[int], value: int, what: str, step: int | None
-    ) -> None:
-        """Later work of ``lane`` starts when every peer's ``flag`` is at least ``value``.
-
-        May block the host until a peer has enqueued setting it, and then raises PeerError.
-        """
-
-    @abstractmethod
-    def release(self) -> None:
-        """Let every wait pass, now and later: the call has failed. Idempotent."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Nothing is waited for any more. Collective after a clean run."""
 
 
 class _Arena:

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 import torch
 
 from ringfa4.comm.interface import Control
-from ringfa4.comm.pull import Engine, Flag, Lane, Memory, PullTransport, Signals
+from ringfa4.comm.lanes import Engine, Flag, Lane, Memory, Signals
+from ringfa4.comm.pull import PullTransport
 from ringfa4.errors import PeerError
 
 WATCH_S = 0.1

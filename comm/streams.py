@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ringfa4.comm.pull import Engine, Lane, Mark
+from ringfa4.comm.lanes import Engine, Lane, Mark
 
 SNAPSHOT_S = 1.0
 """How long :meth:`CudaEngine.host_copy` waits before it returns what it saw last."""

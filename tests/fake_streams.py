@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from ringfa4.comm.cuda_local import SharedMemory, SharedSpace, local_pull_transport
+from ringfa4.comm.lanes import Engine, Lane, Mark
 from ringfa4.comm.local import LocalWorld
-from ringfa4.comm.pull import Engine, Lane, Mark, PullTransport
+from ringfa4.comm.pull import PullTransport
 from ringfa4.comm.signals import memory_transport
 
 SPIN_S = 0.0002

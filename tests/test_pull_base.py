@@ -19,8 +19,9 @@ from rings import Case, run
 from test_transports import InThreads
 
 from ringfa4.comm.interface import Control, Transport
+from ringfa4.comm.lanes import Flag
 from ringfa4.comm.local import LocalTransport, run_ranks
-from ringfa4.comm.pull import Flag, PullTransport
+from ringfa4.comm.pull import PullTransport
 from ringfa4.context import Context
 from ringfa4.errors import ContextBrokenError, PeerError
 from ringfa4.mask import causal
