@@ -36,12 +36,13 @@ def save(numbers: Numbers, path: str | Path, title: str, subtitle: str) -> None:
     """
     try:
         from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError:
         raise MissingLibraryError(
             "a picture needs matplotlib, which is not installed: pip install 'ringfa4[plot]'"
         ) from None
-    figure = Figure(figsize=(13, 6.6), dpi=100, layout="constrained")
-    figure.get_layout_engine().set(rect=(0.0, 0.0, 1.0, 0.91), h_pad=0.08, wspace=0.03)
+    engine = ConstrainedLayoutEngine(rect=(0.0, 0.0, 1.0, 0.91), h_pad=0.08, wspace=0.03)
+    figure = Figure(figsize=(13, 6.6), dpi=100, layout=engine)
     figure.text(0.01, 0.985, title, fontsize=14, fontweight="bold", ha="left", va="top")
     figure.text(0.01, 0.94, subtitle, fontsize=10, color="0.3", ha="left", va="top")
     panels = figure.subplot_mosaic([["mask", "work"], ["mask", "reads"]], width_ratios=[1, 1.15])
@@ -57,11 +58,14 @@ def palette(world: int) -> list[tuple[float, float, float]]:
     from matplotlib import colormaps
 
     for name in ("tab10", "tab20"):
-        distinct = [c for c in colormaps[name].colors if max(c) - min(c) > 0.1]  # GREY is taken
+        table = colormaps[name]
+        listed = [table(n) for n in range(table.N)]
+        distinct = [c for c in listed if max(c[:3]) - min(c[:3]) > 0.1]  # GREY is taken
         if world <= len(distinct):
             return [(c[0], c[1], c[2]) for c in distinct[:world]]
     wheel = colormaps["turbo"]
-    return [tuple(wheel((r + 0.5) / world)[:3]) for r in range(world)]
+    picked = (wheel((r + 0.5) / world) for r in range(world))
+    return [(c[0], c[1], c[2]) for c in picked]
 
 
 def owners(sharding: Sharding, cells: int) -> list[int | None]:

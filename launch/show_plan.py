@@ -196,7 +196,7 @@ def summary(n: Numbers) -> list[tuple[str, ...]]:
     hide = "nothing to compute"
     if ratio is not None:
         hide = f"{100 * ratio:.3g} GB/s for each 100 TFLOP/s that a rank computes"
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("tokens", f"{lengths}, batch {shape.batch}"),
         ("heads", heads),
         ("mask", f"{n.mask.name}, {sum(n.work):,} pairs a head"),
