@@ -66,9 +66,22 @@ class CudaAtenKernel(NativeKernel):
         return None
 
     def cut(self, band: Band) -> Iterator[Band]:
-        """Bands without a lower bound as rectangles and causal squares, which cuDNN can take."""
+        """Bands without a lower bound as rectangles and causal squares, which cuDNN can take.
+
+        Flash takes a window that reaches as many keys to the right as there are for one without
+        bound, which is wrong with more rows than keys: rows that see the last key are split off.
+        """
         if band.lo is not None:
-            yield band
+            _, right = window(band)
+            if right is None or right < band.k1:
+                yield band
+                return
+            assert band.hi is not None
+            last = band.k1 - 1 - band.hi  # the first row that sees the last key
+            for q0, q1 in ((0, last), (last, band.q1)):
+                part = band.within(q0, q1, 0, band.k1)
+                if part is not None:
+                    yield part
             return
         for piece in pieces(band):
             side = piece.k1 - piece.k0

@@ -193,7 +193,7 @@ class NativeKernel(BlockKernel):
         """dQ, dK, dV of a band that starts at (0, 0), in any dtype."""
 
     def cut(self, band: Band) -> Iterator[Band]:
-        """Disjoint trimmed bands whose union is ``band``, each one call."""
+        """Disjoint trimmed bands whose union is ``band`` (which starts at (0, 0)), each a call."""
         yield band
 
     def prepare(self, q: Tensor, shard: Shard) -> NativeQueries:

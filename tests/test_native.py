@@ -17,6 +17,7 @@ from kernel_contract import KernelContract, shard
 from torch import Tensor
 
 from ringfa4 import mask as masks
+from ringfa4.kernels.cuda_aten import CudaAtenKernel
 from ringfa4.kernels.interface import BlockKernel, KernelSpec
 from ringfa4.kernels.native import NativeKernel, Rows, aligned, masks_pairs, window
 from ringfa4.mask import Band, Mask
@@ -201,3 +202,32 @@ class TestJoinedThenCut(TestJoined):
     def test_documents_and_windows_stay_apart(self) -> None:
         own = shard(128, 128)
         assert len(self.boxes(masks.documents([0, 128, 256]), own, own)) == 4
+
+
+@given(
+    rows=st.integers(1, 40),
+    keys=st.integers(1, 12),
+    lo=st.none() | st.integers(-40, 4),
+    hi=st.none() | st.integers(-4, 14),
+)
+def test_cuda_aten_cuts_into_what_flash_masks_rightly(
+    rows: int, keys: int, lo: int | None, hi: int | None
+):
+    """Parts are disjoint, cover the band, and no window reaches as far as there are keys."""
+    band = Band(0, rows, 0, keys, lo, hi).trimmed()
+    if band is None:
+        return
+    box = band.shifted(-band.q0, -band.k0)
+    parts = list(CudaAtenKernel().cut(box))
+    pairs = [
+        (i, j)
+        for part in parts
+        for i in range(part.q0, part.q1)
+        for j in range(part.k0, part.k1)
+        if part.contains(i, j)
+    ]
+    whole = [(i, j) for i in range(box.q1) for j in range(box.k1) if box.contains(i, j)]
+    assert sorted(pairs) == whole
+    for part in parts:
+        _, right = window(part.shifted(-part.q0, -part.k0))
+        assert right is None or right < part.k1 - part.k0

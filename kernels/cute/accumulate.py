@@ -1,7 +1,7 @@
 """Gradient sums: sum <- x, or sum <- sum + x, with x in the inputs' dtype and the sum in fp32.
 
-dQ sums lie token by token, dK and dV inside gradient records, so rows (token, head) have any strides;
-PyTorch's operators take three times as long on those. A thread handles UNITS runs of four
+dQ sums lie token by token, dK and dV inside gradient records, so rows (token, head) have any
+strides; PyTorch's operators take three times as long on those. A thread handles UNITS runs of four
 elements.
 """
 

@@ -43,6 +43,7 @@ class OnCuda(KernelContract):
         masks.window(700, left=200, right=150),
         masks.window(600, 700, left=50, right=None),
         masks.full(2048, 2176),
+        masks.window(300, 20, left=40, right=5),
     )
 
     @pytest.mark.parametrize("mask", LARGE, ids=lambda m: f"{m.name} {m.seq_q} {m.seq_k}")
