@@ -56,7 +56,7 @@ from ringfa4.launch.options import DTYPES, SHARDINGS, Parser, typed
 from ringfa4.launch.peers import Alone, Peers
 from ringfa4.launch.sizes import parse_size, parse_sizes, size_text
 from ringfa4.launch.workload import DTYPES as TORCH_DTYPES
-from ringfa4.launch.world import environment, exit_code, one_rank, virtual
+from ringfa4.launch.world import environment, exit_code, one_rank, require_folders, virtual
 from ringfa4.wire import Direction
 
 
@@ -188,6 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def bench(options: Options, command: str) -> bool:
     """Measure, and say it in all the ways that were asked for; True."""
     rank, world, _ = environment()
+    require_folders(json=options.json, plot=options.plot, trace=options.trace)
     if options.plot is not None:
         require_matplotlib()
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -22,7 +22,7 @@ from ringfa4.launch.options import Options, parse_options
 from ringfa4.launch.peers import Peers
 from ringfa4.launch.runs import Report, run_rank
 from ringfa4.launch.workload import Workload, build, choose_device
-from ringfa4.launch.world import environment, exit_code, one_rank, virtual
+from ringfa4.launch.world import environment, exit_code, one_rank, require_folders, virtual
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,9 +38,7 @@ def launch(options: Options, command: str) -> bool:
         raise ValueError(
             f"--virtual-ranks {options.virtual_ranks} runs in one process, not {world}"
         )
-    for option, path in (("--output", options.output), ("--json", options.json)):
-        if path is not None and not Path(path).parent.is_dir():  # else found out after the run
-            raise ValueError(f"{option} {path}: there is no folder {str(Path(path).parent)!r}")
+    require_folders(output=options.output, json=options.json, trace=options.trace)
     device = choose_device(options)
     work = build(options, device)
     human = sys.stderr if options.json == "-" else sys.stdout

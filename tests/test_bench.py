@@ -21,7 +21,6 @@ from ringfa4.launch.bench_runs import (
     Common,
     Direct,
     Measured,
-    Row,
     Setup,
     Shape,
     base_of,
@@ -31,7 +30,7 @@ from ringfa4.launch.bench_runs import (
 )
 from ringfa4.launch.clocks import Cost, CpuClock
 from ringfa4.launch.options import UsageError
-from ringfa4.launch.peers import Alone, Threads
+from ringfa4.launch.peers import Threads
 from ringfa4.shard import contiguous, zigzag
 from ringfa4.testing.oracles import attention
 
@@ -140,6 +139,7 @@ class _Scripted:
 
     def ring(self, common: Common, shape: Shape, setup: Setup) -> Measured:
         if setup.wire == "morse":
+            self.log.append("refused")
             raise ValueError("unknown wire 'morse'")
         return Measured(self._next(shape, setup), ["part"] if setup.traced else [])
 
@@ -180,7 +180,8 @@ def test_refusals_show_in_the_warm_up_and_stop_nothing() -> None:
     assert refused[0] == "4 query heads are not a multiple of 3 K/V heads" and refused[3] is None
     assert refused[1] is refused[4] is None
     assert refused[2] == refused[5] == "unknown wire 'morse'"
-    assert stage.log == ["warm up"] * 3 + [str(setup), "direct", str(setup)]
+    warm_up = ["warm up", "refused", "warm up", "warm up", "refused"]
+    assert stage.log == [*warm_up, str(setup), "direct", str(setup)]
     assert comparison(rows, rows[1], "forward") is None  # there is nothing to compare with
     found = comparison(rows, rows[4], "forward")
     assert found is not None and found["busy"] == 2.0
@@ -287,6 +288,15 @@ def test_ranks_are_those_of_torchrun(
     assert "--ranks [2, 4]: torchrun started 2 processes" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--json", "--plot", "--trace"])
+def test_a_file_that_cannot_be_written_is_said_first(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--seq", "200", option, "no/such/file"]) == 1
+    said = capsys.readouterr()
+    assert f"{option} no/such/file: there is no folder 'no/such'" in said.err and said.out == ""
+
+
 def test_a_missing_matplotlib_is_said_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -296,7 +306,12 @@ def test_a_missing_matplotlib_is_said_first(
     assert "pip install 'ringfa4[plot]'" in said.err and said.out == ""
 
 
-def test_a_row_alone_needs_no_peers() -> None:
-    cost, result = timed(Alone(), CpuClock(), lambda: 7)
-    assert result == 7 and cost.wall_s >= 0
-    assert Row(Shape(1, 1, 1), None).refused is None
+@pytest.mark.gpu
+def test_a_gpu_is_timed_by_events(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    argv = "--device cuda --seq 2K --heads 4 --head-dim 64 --ranks 1,2 --repeat 2 --json"
+    assert main([*argv.split(), str(file)]) == 0
+    for row in json.loads(file.read_text())["rows"]:
+        assert row["refused"] is None
+        for measured in row["passes"].values():
+            assert all(0 < cost["busy_s"] <= cost["wall_s"] for cost in measured["costs"])

@@ -183,6 +183,14 @@ def test_a_traced_run(
     assert sum(e["args"]["bytes"] for e in sent) == moved
 
 
+def test_a_trace_that_cannot_be_written_is_said_before_the_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--seq", "64", "--trace", "no/such/file"]) == 1
+    said = capsys.readouterr()
+    assert "--trace no/such/file: there is no folder 'no/such'" in said.err and said.out == ""
+
+
 def test_processes_send_their_spans_to_rank_0() -> None:
     with gloo_pool(2) as pool:
         traces = pool.run("distributed.trace_work:traced", {"seq": 600})
