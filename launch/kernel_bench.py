@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from ringfa4.mx.wire import MXFP8, MxShard
 from ringfa4.plan import Plan, Step
 from ringfa4.shard import Chunk, Shard, contiguous, zigzag
 from ringfa4.state import Grads, State
-from ringfa4.wire import PLAIN, Geometry, RecordMap, gradient_wire
+from ringfa4.wire import PLAIN, Direction, Geometry, RecordMap, gradient_wire
 
 HEAD_DIM = 128
 KERNELS = ("fa4", "fa4-nondeterministic", "cuda_aten")
@@ -66,7 +67,7 @@ def median_seconds(call: Callable[[], Any], repetitions: int, flush: Tensor | No
         end.record()
         spans.append((begin, end))
     torch.cuda.synchronize()
-    times = sorted(begin.elapsed_time(end) for begin, end in spans)
+    times: list[float] = sorted(begin.elapsed_time(end) for begin, end in spans)
     return times[len(times) // 2] * 1e-3
 
 
@@ -227,7 +228,7 @@ def attention_rows(
             rank = Rank(x, kernel, world)
             out, lse = rank.forward()
             label = f"ours, {name}" + (f", a rank of {world}" if world > 1 else "")
-            measure(label, world, rank.forward, lambda r=rank, o=out, e=lse: r.backward(o, e))
+            measure(label, world, rank.forward, partial(rank.backward, out, lse))
     return rows
 
 
@@ -256,7 +257,7 @@ def host_rows() -> list[dict[str, Any]]:
             continue
         out, lse = rank.forward()
         measure(f"ours, {name}, forward", rank.forward)
-        measure(f"ours, {name}, backward", lambda r=rank, o=out, e=lse: r.backward(o, e))
+        measure(f"ours, {name}, backward", partial(rank.backward, out, lse))
     state = State(1, 256, 8, HEAD_DIM, device=DEVICE)
     lse = torch.zeros(1, 8, 256, device=DEVICE)
     measure("merge", lambda: state.merge(None, slice(0, 256), x.q, lse))
@@ -272,7 +273,7 @@ def byte_rows(mib: int, heads: int, repetitions: int) -> list[dict[str, Any]]:
     flush = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
     x = torch.randn(1, tokens, heads, HEAD_DIM, device=DEVICE).to(torch.bfloat16)
     copied = torch.empty_like(x)
-    rows = []
+    rows: list[dict[str, Any]] = []
 
     def measure(name: str, moved: int, call: Callable[[], Any]) -> None:
         seconds = median_seconds(call, repetitions, flush)
@@ -285,13 +286,14 @@ def byte_rows(mib: int, heads: int, repetitions: int) -> list[dict[str, Any]]:
     measure("copy", 4 * x.numel(), lambda: copied.copy_(x))
     own = Shard((Chunk(0, tokens),))
     geometry = Geometry(1, heads, HEAD_DIM, HEAD_DIM, x.dtype)
-    for direction in ("forward", "backward"):
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    for direction in directions:
         size = own.records * MXFP8.record_bytes(geometry, direction)
         outbox = torch.empty(size, dtype=torch.uint8, device=DEVICE)
         measure(
             f"encode K and V, {direction}",
             4 * x.numel() + size,
-            lambda o=outbox, d=direction: MXFP8.encode(x, x, own, o, d),
+            partial(MXFP8.encode, x, x, own, outbox, direction),
         )
     forward_size = own.records * MXFP8.record_bytes(geometry, "forward")
     outbox = torch.empty(forward_size, dtype=torch.uint8, device=DEVICE)
@@ -318,13 +320,19 @@ def byte_rows(mib: int, heads: int, repetitions: int) -> list[dict[str, Any]]:
         measure(
             f"merge {count}",
             2 * (4 * acc.numel() + 2 * stats) + given,
-            lambda n=count: host.merge(acc, top, total, partials[:n], first=False),
+            partial(host.merge, acc, top, total, partials[:count], first=False),
         )
     measure(
         "merge 1, first",
         4 * acc.numel() + 2 * stats + 2 * x.numel() + stats,
         lambda: host.merge(acc, top, total, partials[:1], first=True),
     )
+    for first in (True, False):
+        measure(
+            "gradient sum, first" if first else "gradient sum",
+            (2 + 4 * (2 - first)) * x.numel(),
+            partial(host.accumulate, acc, x, first=first),
+        )
     state = State(1, tokens, heads, HEAD_DIM, device=DEVICE)
     state.acc, state.max, state.sum = acc, top, total
     state.written.claim(0, 0, tokens)
