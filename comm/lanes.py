@@ -12,6 +12,7 @@ and ``nvshmem`` supply them.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -21,6 +22,9 @@ import torch
 from torch import Tensor
 
 from ringfa4.errors import PeerError
+
+POLL_S = 0.001
+"""How often the host looks at a mark, in the rare places where it waits for one."""
 
 
 class Flag(IntEnum):
@@ -42,6 +46,16 @@ class Mark(Protocol):
 
     def query(self) -> bool:
         """Whether all work before it is done."""
+
+
+def reached(mark: Mark, timeout_s: float, give_up: Callable[[], bool] = lambda: False) -> bool:
+    """Wait on the host until ``mark`` is reached; False after ``timeout_s`` or when told so."""
+    deadline = time.monotonic() + timeout_s
+    while not mark.query():
+        if give_up() or time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
 
 
 class Lane(ABC):

@@ -16,7 +16,6 @@ Left out: peers on other networks (NVSHMEM's get and put would reach them); torc
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import numpy
@@ -88,13 +87,17 @@ def nvshmem_transport(
 
 
 def _missing() -> str | None:
-    if find_spec("nvshmem") is None:
-        return "nvshmem4py is not installed; pip install 'ringfa4[nvshmem]'"
+    try:
+        import_module("nvshmem.core")
+    except ImportError as error:
+        return f"nvshmem4py cannot be imported ({error}); pip install 'ringfa4[nvshmem]'"
     return None
 
 
 def _obstacle(ranks: list[int], device: torch.device) -> str | None:
-    if _started is None or _started == (ranks, CudaEngine(device).device):
+    if _started is None or device.type != "cuda":
+        return None
+    if _started == (ranks, CudaEngine(device).device):
         return None
     return (
         f"NVSHMEM runs once a process and already spans ranks {_started[0]} on {_started[1]}; "

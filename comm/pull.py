@@ -28,7 +28,6 @@ them.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -46,13 +45,10 @@ from ringfa4.comm.interface import (
     Transport,
     require_gather_arguments,
 )
-from ringfa4.comm.lanes import Engine, Flag, Lane, Mark, Memory, Signals, stamp
+from ringfa4.comm.lanes import Engine, Flag, Lane, Mark, Memory, Signals, reached, stamp
 from ringfa4.errors import ContextBrokenError, PeerError
 
 T = TypeVar("T")
-
-POLL_S = 0.001
-"""How often the host looks at a mark, in the rare places where it waits for one."""
 
 
 class _Arena:
@@ -214,19 +210,14 @@ class PullTransport(Transport):
             lane.fill(target, 0xFF)
 
     def _drain(self) -> None:
-        """Host-wait until this rank's lanes are empty."""
-        for lane in (self.engine.current(), self.pull, self.push):
-            self._settle(lane.record(), "end of the last call")
-
-    def _settle(self, mark: Mark, what: str) -> None:
-        deadline = time.monotonic() + self._control.timeout_s
-        while not mark.query():
-            if self.signals.lost is not None:
+        """Wait on the host until this rank's lanes are empty, and the last call's current one."""
+        lanes = (self.engine.current(), self.pull, self.push)
+        for mark in (*self.last_reads, *(lane.record() for lane in lanes)):
+            if not reached(mark, self._control.timeout_s, lambda: self.signals.lost is not None):
                 self.require_usable()
-            if time.monotonic() > deadline:
-                self.abort(f"no {what} within {self._control.timeout_s:g} s")
-                raise PeerError(f"no {what} within {self._control.timeout_s:g} s")
-            time.sleep(POLL_S)
+                reason = f"the last call did not end within {self._control.timeout_s:g} s"
+                self.abort(reason)
+                raise PeerError(reason)
 
     def _meet(self, what: str) -> None:
         messages = self._or_break(lambda: self._control.gather(f"{what} {self.calls}".encode()))

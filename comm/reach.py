@@ -11,6 +11,7 @@ are refused. Multi-node NVLink was never at hand: that branch is written from NV
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
@@ -61,10 +62,12 @@ def _fabric(gpu: str) -> str | None:
         nvml.nvmlInit()
         info = nvml.c_nvmlGpuFabricInfo_t()
         handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{gpu}".encode())
-        nvml.nvmlDeviceGetGpuFabricInfo(handle, nvml.byref(info))
+        nvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))
     except (nvml.NVMLError, AttributeError):  # an old driver or an old module: no such thing
         return None
-    cluster = bytes(info.clusterUuid)
+    # The field is read as memory: ctypes would end it at the first zero byte.
+    field = type(info).clusterUuid
+    cluster = ctypes.string_at(ctypes.addressof(info) + field.offset, field.size)
     if info.state != _FABRIC_COMPLETED or not any(cluster):
         return None
     return f"{cluster.hex()}/{info.cliqueId}"

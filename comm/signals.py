@@ -1,7 +1,6 @@
 """Flags in symmetric memory, and the watchdog that ends waits for a peer that is gone.
 
-    word[flag][peer] of rank r:   written by ``peer`` only, waited for by r only, zeroed once,
-    counts up
+    word[flag][peer] of rank r:   written by ``peer``, waited for by r, zeroed once, counts up
 
 The device waits, so the host cannot see that a peer is late. A thread of each transport looks at
 this rank's words while waits are outstanding. When a peer reported a failure, or nothing moved for
@@ -26,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from ringfa4.comm.interface import Control
-from ringfa4.comm.lanes import Engine, Flag, Lane, Memory, Signals
+from ringfa4.comm.lanes import Engine, Flag, Lane, Memory, Signals, reached
 from ringfa4.comm.pull import PullTransport
 from ringfa4.errors import PeerError
 
@@ -62,6 +61,9 @@ class MemorySignals(Signals):
         tables = [piece.view(torch.int64).view(len(Flag), world) for piece in self._pieces]
         self._own = tables[self._rank]
         self._own.zero_()
+        # On the device, not only enqueued: a peer's first flag must not be zeroed.
+        if not reached(engine.current().record(), control.timeout_s):
+            raise PeerError(f"the device is not ready within {control.timeout_s:g} s")
         self._snapshot = engine.host_copy(self._own)
         control.gather(b"flags are zero")
         self._remote = [[table[flag, self._rank] for table in tables] for flag in Flag]

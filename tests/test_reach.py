@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
 
 from ringfa4.comm.control import SoloControl
-from ringfa4.comm.reach import Seat, objection, require_reachable
+from ringfa4.comm.reach import Seat, _fabric, objection, require_reachable
 from ringfa4.comm.registry import TRANSPORTS, open_transport
 from ringfa4.errors import MissingLibraryError
 
@@ -57,3 +60,50 @@ def test_what_is_missing_comes_before_what_is_wrong() -> None:
 def test_pulling_needs_a_gpu(name: str) -> None:
     with pytest.raises((ValueError, MissingLibraryError), match=f"transport '{name}', rank 0"):
         open_transport(name, None, torch.device("cpu"), 1.0)
+
+
+class FabricInfo(ctypes.Structure):
+    """nvmlGpuFabricInfo_t, as nvidia-ml-py declares it."""
+
+    _fields_ = [
+        ("clusterUuid", ctypes.c_char * 16),
+        ("status", ctypes.c_uint),
+        ("cliqueId", ctypes.c_uint32),
+        ("state", ctypes.c_ubyte),
+    ]
+
+
+@pytest.mark.parametrize(
+    "cluster, state, want",
+    [
+        (bytes(range(16)), 3, bytes(range(16)).hex() + "/7"),
+        (bytes(range(16)), 2, None),
+        (bytes(16), 3, None),
+    ],
+)
+def test_the_domain_is_cluster_and_clique_once_the_fabric_is_up(
+    cluster: bytes, state: int, want: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A zero byte at the start of the cluster's name does not end it."""
+    nvml = ModuleType("pynvml")
+
+    def fill(handle: str, info: object) -> None:
+        assert handle == b"GPU-12345"
+        filled = FabricInfo(status=0, cliqueId=7, state=state)
+        ctypes.memmove(ctypes.addressof(filled), cluster, 16)
+        ctypes.memmove(info, ctypes.addressof(filled), ctypes.sizeof(filled))  # type: ignore[arg-type]
+
+    nvml.__dict__.update(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        c_nvmlGpuFabricInfo_t=FabricInfo,
+        nvmlDeviceGetHandleByUUID=lambda name: name,
+        nvmlDeviceGetGpuFabricInfo=fill,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert _fabric("12345") == want
+
+
+def test_without_nvml_no_domain_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # import_module raises ImportError
+    assert _fabric("12345") is None
