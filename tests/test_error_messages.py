@@ -18,7 +18,9 @@ from torch import Tensor
 from ringfa4 import Band, ContextParallel, Mask, close_contexts, packing, ring_attention
 from ringfa4 import mask as masks
 from ringfa4 import shard as shardings
+from ringfa4.comm.registry import TRANSPORTS
 from ringfa4.errors import MissingLibraryError
+from ringfa4.kernels.registry import KERNELS
 from ringfa4.launch import ring, show_plan
 from ringfa4.plan import Plan
 
@@ -119,7 +121,7 @@ OBJECTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "transport": (
         lambda: cp(transport="nccl"),
-        "unknown transport 'nccl'; there are ['nvshmem', 'symm_mem', 'torch_p2p'] and 'auto'",
+        f"unknown transport 'nccl'; there are {sorted(TRANSPORTS)} and 'auto'",
     ),
     "timeout": (lambda: cp(timeout_s=0), "timeout_s=0 must be positive"),
     "a band outside": (
@@ -201,8 +203,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "kernel": (
         lambda: ring_attention(x(), x(), x(), seq_len=16, kernel="flash"),
-        "unknown kernel 'flash'; there are ['cpu', 'cuda_aten', 'fa4', 'fa4-nondeterministic', "
-        "'reference', 'reference-mxfp8'] and 'auto'",
+        f"unknown kernel 'flash'; there are {sorted(KERNELS)} and 'auto'",
     ),
     "wire of another dtype": (
         lambda: attend(x(), wire="bf16"),

@@ -165,6 +165,14 @@ def test_position_ids_have_a_row_for_each_row_of_the_mask() -> None:
     assert got.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 0, 1]]
 
 
+def test_stacked_rows_keep_the_documents_of_queries_and_of_keys_apart() -> None:
+    crossed = masks.documents([0, 4, 6], [0, 1, 6])
+    mask = masks.stack([masks.full(6), crossed])
+    where = torch.arange(6)
+    assert packing.position_ids(mask, where).tolist()[1] == [0, 1, 2, 3, 0, 1]
+    assert packing.position_ids(mask, where, side="k").tolist()[1] == [0, 0, 1, 2, 3, 4]
+
+
 # ---- labels -------------------------------------------------------------------------------------
 
 
