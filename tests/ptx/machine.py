@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from . import build
-from .lower import Program
+from .lowering import INITIAL, Program
 
 KINDS = (
     "alignment",
@@ -77,11 +77,15 @@ class Launch:
 
 @dataclass
 class Result:
-    """Executed instructions of warps, by opcode and by PTX line; `remarks`: README, "Remarks"."""
+    """Executed instructions of warps, by opcode and by PTX line, and what units did (`work`).
+
+    `remarks`: practices beyond the manual (README, "Remarks").
+    """
 
     steps: int
     by_opcode: Counter[str]
     by_line: Counter[int]
+    work: Counter[str]
     remarks: tuple[str, ...] = ()
 
 
@@ -123,6 +127,7 @@ class _Launch(ctypes.Structure):
         ("order", ctypes.c_int32),
         ("step_limit", ctypes.c_uint64),
         ("strict", ctypes.c_uint64),
+        ("truncate", ctypes.c_uint64),
     )
 
 
@@ -131,6 +136,7 @@ class _Report(ctypes.Structure):
         ("kind", ctypes.c_char * 32),
         ("message", ctypes.c_char * 16384),
         ("remarks", ctypes.c_char * 4096),
+        ("work", ctypes.c_char * 8192),
         ("line", ctypes.c_int32),
         ("cta", ctypes.c_int32),
         ("warp", ctypes.c_int32),
@@ -222,8 +228,13 @@ def run(
     *,
     step_limit: int = 2_000_000_000,
     strict: bool = False,
+    truncate: bool = False,
 ) -> Result:
-    """Execute every CTA of a launch; raises `ExecutionError` at the first broken rule."""
+    """Execute every CTA of a launch; raises `ExecutionError` at the first broken rule.
+
+    strict: remarks are errors. truncate: matrix products lose the bits that hardware is thought to
+    lose (README, "Numerics"); by default they are exact and rounded once.
+    """
     schedule = schedule or Schedule()
     required = program.kernel.required_threads
     if required and (*required, 1, 1)[:3] != tuple(launch.block):
@@ -273,11 +284,15 @@ def run(
         _ORDERS.index(schedule.order),
         step_limit,
         int(strict),
+        int(truncate),
     )
     counts = np.zeros(len(program.code), np.uint64)
     report = _Report()
     core = build.load()
+    structures = (_Program, _Launch, _Allocation, _Report)
+    sizes = [*(ctypes.sizeof(s) for s in structures), INITIAL.itemsize]
     failed = core.ptx_run(
+        (ctypes.c_int64 * 5)(*sizes),
         ctypes.byref(record),
         ctypes.byref(settings),
         allocations,
@@ -285,6 +300,8 @@ def run(
         ctypes.c_void_p(counts.ctypes.data),
         ctypes.byref(report),
     )
+    if failed == 2:
+        raise RuntimeError("machine.py and the PTX core disagree on their structures")
     if failed:
         message = report.message.decode(errors="replace")
         if report.line:
@@ -299,4 +316,8 @@ def run(
             by_opcode[instruction.opcode] += count
             by_line[instruction.line] += count
     remarks = tuple(report.remarks.decode(errors="replace").splitlines())
-    return Result(int(report.steps), by_opcode, by_line, remarks)
+    work: Counter[str] = Counter()
+    for line in report.work.decode().splitlines():
+        count, name = line.split(" ", 1)
+        work[name] = int(count)
+    return Result(int(report.steps), by_opcode, by_line, work, remarks)

@@ -36,6 +36,7 @@ def execute(
     declare: str = "",
     shared: str = "",
     schedule: Schedule | None = None,
+    truncate: bool = False,
     **launch: Any,
 ) -> Result:
     """Run a body whose 64-bit registers named like `arrays` hold their addresses."""
@@ -46,7 +47,7 @@ def execute(
     memory = Memory()
     addresses = [memory.add(array, name) for name, array in arrays.items()]
     settings = Launch(parameters=pack(lowered, *addresses, *values), **launch)
-    return run(lowered, settings, memory, schedule)
+    return run(lowered, settings, memory, schedule, truncate=truncate)
 
 
 _LOADS = {1: "u8", 2: "b16", 4: "b32", 8: "b64"}

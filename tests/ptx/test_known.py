@@ -80,3 +80,26 @@ def test_block_scaled_gemm(options: str) -> None:
     result = known("sm_100a", "mxfp8_gemm", "--adversarial", *options.split())
     assert result["same"] == ["out"] and result["out"] > FP32
     assert not result["remarks"]
+
+
+# Kinds of which every planted fault must be caught; of the others most (README, "Planted faults").
+FATAL = {
+    "drop commit", "drop proxy fence", "drop wait::st", "drop copy", "drop mma", "drop scale copy",
+    "flip descriptor stride", "flip descriptor swizzle",
+    "drop wgmma wait", "relax wgmma wait",
+}  # fmt: skip
+PLANTED = [
+    ("sm_100a", "mxfp8_gemm --shape 384 256 1024 --sms 1"),
+    ("sm_100a", "attention --dim 64 --seq 512 --heads 3 --sms 1"),
+    ("sm_90a", "attention --dim 64 --seq 256 --heads 2 --causal"),
+]
+
+
+@pytest.mark.parametrize(("arch", "options"), PLANTED)
+def test_planted_faults_are_caught(arch: str, options: str) -> None:
+    result = known(arch, *options.split(), "--mutants", "6")
+    counts = {kind: tuple(map(int, x.split("/"))) for kind, x in result["caught"].items()}
+    for kind in FATAL & counts.keys():
+        assert counts[kind][0] == counts[kind][1], result["survivors"]
+    caught, planted = (sum(c[i] for c in counts.values()) for i in range(2))
+    assert planted > 25 and caught >= 0.7 * planted, result["survivors"]

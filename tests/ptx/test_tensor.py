@@ -125,6 +125,7 @@ def run_mma(
     schedule: Schedule | None = LATE,
     change: tuple[str, str] = ("", ""),
     columns: int | None = None,
+    truncate: bool = False,
 ) -> np.ndarray:
     """D of one accumulation over all K steps; `a`, `b`: one operand for each CTA of the group.
 
@@ -249,6 +250,7 @@ FREED:
         grid=(group, 1, 1),
         cluster=(group, 1, 1),
         dynamic_shared=1 << 17,
+        truncate=truncate,
     )
     return out
 
@@ -415,6 +417,7 @@ def run_wgmma(
     registers: np.ndarray | None = None,
     schedule: Schedule | None = LATE,
     change: tuple[str, str] = ("", ""),
+    truncate: bool = False,
 ) -> np.ndarray:
     """D (64 x n) of one warpgroup; `registers`: A fragments, threads x K steps x 4."""
     copy, places = copies([a.data.size, b.data.size])
@@ -466,7 +469,13 @@ READY: bar.sync 0;
     assert change[0] in body
     body = body.replace(*change) if change[0] else body
     execute(
-        body, arrays, shared=SHARED, schedule=schedule, block=(128, 1, 1), dynamic_shared=1 << 16
+        body,
+        arrays,
+        shared=SHARED,
+        schedule=schedule,
+        truncate=truncate,
+        block=(128, 1, 1),
+        dynamic_shared=1 << 16,
     )
     return out
 
@@ -499,6 +508,26 @@ def test_wgmma_with_a_in_registers(schedule: Schedule, kind: str) -> None:
     immediates = ", 0" if kind == "bf16" else ""
     got = run_wgmma(kind, 24, a, b, immediates, registers=registers, schedule=schedule)
     check(got, x @ y.T, 4)
+
+
+def test_truncated_numerics_lose_what_hardware_loses() -> None:
+    """One large product and one small: kept exactly, or cut at 25 (13 for Hopper FP8) bits."""
+    ones = np.zeros((64, 32), np.float64)
+    ones[:, 0] = 1
+    cases = ((2.0**-7, 2.0**-6, True), (2.0**-7, 2.0**-7, False))  # products 2^-13 and 2^-14
+    for small_a, small_b, kept in cases:
+        a, b = ones.copy(), ones[:24].copy()
+        a[:, 1], b[:, 1] = small_a, small_b
+        bytes_a, bytes_b = (
+            torch.from_numpy(np.tile(x, 4)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+            for x in (a, b)
+        )
+        one = [operand(x, True, 3, sm100=False) for x in (bytes_a, bytes_b)]
+        for x in one:
+            x.offsets = x.offsets[:1]
+        assert (run_wgmma("e4m3", 24, *one, "") == 1 + small_a * small_b).all()
+        cut = run_wgmma("e4m3", 24, *one, "", truncate=True)
+        assert (cut == (1 + small_a * small_b if kept else 1)).all()
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,7 @@ struct SharedLoad : AsyncOp {
     MBarrier& b = mbarrier_at(*barrier_cta, barrier, name.c_str());
     ++b.epoch;
     fill(target->shared->land(offset, bytes, b.agent, b.epoch));
+    m->work[name + " bytes into shared memory"] += bytes;
     knows.all.raise(b.agent, b.epoch);
     mbarrier_complete(*m, *barrier_cta, barrier, bytes, knows, name.c_str());
     return true;
@@ -259,6 +260,7 @@ struct SharedStore : AsyncOp {
       *has_read = true;
       return false;
     }
+    m->work[operation == R_NONE ? "bulk store bytes" : "bulk reduction bytes"] += data.size();
     const u8* p = data.data();
     const int size = type == T_F64 || type == T_U64 || type == T_S64 ? 8
                      : type == T_F16 || type == T_BF16               ? 2

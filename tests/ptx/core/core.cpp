@@ -334,12 +334,17 @@ struct Report {
   char kind[32];
   char message[16384];
   char remarks[4096];  // one a line
+  char work[8192];     // one a line: count, name
   int32_t line, cta, warp, unused;
   uint64_t steps;
 };
 
-int ptx_run(const ProgramRecord* record, const ptx::Launch* launch,
+// `layout`: the caller's sizes of the five structures, so that a stale caller is refused.
+int ptx_run(const int64_t* layout, const ProgramRecord* record, const ptx::Launch* launch,
             const AllocationRecord* allocations, int64_t count, uint64_t* counts, Report* report) {
+  const int64_t own[] = {sizeof(ProgramRecord), sizeof(ptx::Launch), sizeof(AllocationRecord),
+                         sizeof(Report), sizeof(ptx::Initial)};
+  if (!std::equal(own, own + 5, layout)) return 2;
   using namespace ptx;
   Program program;
   program.slots = record->slots;
@@ -373,6 +378,9 @@ int ptx_run(const ProgramRecord* record, const ptx::Launch* launch,
   std::string remarks;
   for (const auto& r : machine.remarks) remarks += r + "\n";
   std::snprintf(report->remarks, sizeof report->remarks, "%s", remarks.c_str());
+  std::string work;
+  for (const auto& [name, count] : machine.work) work += std::to_string(count) + " " + name + "\n";
+  std::snprintf(report->work, sizeof report->work, "%s", work.c_str());
   report->line = where.line;
   report->cta = where.cta;
   report->warp = where.warp;

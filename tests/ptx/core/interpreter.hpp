@@ -218,8 +218,32 @@ class Interpreter {
     return value(w, slot, l) + static_cast<u64>(static_cast<i64>(offset));
   }
 
+  // Passes over the 32 banks of 4 bytes: lanes go in groups that fetch 128 bytes, and a bank that
+  // holds several of their words is visited once for each.
+  void count_wavefronts(const Warp& w, int slot, int offset, u32 bytes, u32 mask,
+                        const char* name) {
+    const int group = bytes <= 4 ? 32 : static_cast<int>(128 / bytes);
+    u64 passes = 0;
+    for (int first = 0; first < kWarpSize; first += group) {
+      std::array<std::set<u32>, 32> words;
+      for (int l = first; l < first + group; ++l)
+        if (mask >> l & 1)
+          for (u32 b = 0; b < std::max(bytes, 4u); b += 4) {
+            const u32 word = (shared_address(w, slot, offset, l) + b) / 4;
+            words[word % 32].insert(word);
+          }
+      size_t most = 0;
+      for (const auto& bank : words) most = std::max(most, bank.size());
+      passes += most;
+    }
+    m_.work[name] += passes;
+  }
+
   void load(Warp& w, const Insn& i, u32 mask) {
     const int space = i.a[0], n = i.a[1], bytes = i.a[2];
+    if (space == SP_SHARED)
+      count_wavefronts(w, i.a[4], i.a[5], static_cast<u32>(n * bytes), mask,
+                       "ld.shared wavefronts");
     each(mask, [&](int l) {
       const Place p = resolve(w, space, address_of(w, space, i.a[4], i.a[5], l),
                               static_cast<u32>(n * bytes), false, "ld");
@@ -235,6 +259,9 @@ class Interpreter {
 
   void store(Warp& w, const Insn& i, u32 mask) {
     const int space = i.a[0], n = i.a[1], bytes = i.a[2];
+    if (space == SP_SHARED)
+      count_wavefronts(w, i.a[3], i.a[4], static_cast<u32>(n * bytes), mask,
+                       "st.shared wavefronts");
     each(mask, [&](int l) {
       const Place p = resolve(w, space, address_of(w, space, i.a[3], i.a[4], l),
                               static_cast<u32>(n * bytes), true, "st");

@@ -61,7 +61,8 @@ struct Launch {
   Timing timing;
   Order order;
   u64 step_limit;
-  u64 strict;  // remarks are faults
+  u64 strict;    // remarks are faults
+  u64 truncate;  // matrix products round as hardware is thought to
 };
 
 class Random {  // splitmix64
@@ -240,6 +241,7 @@ struct Machine {
   std::vector<u64> counts;  // executions of each instruction, by warps
   u64 steps = 0;
   std::set<std::string> remarks;
+  std::map<std::string, u64> work;  // what units did, by name (README, "Counting work")
 
   // Something that known-good kernels do although the manual does not promise that it works.
   void remark(const std::string& text) {

@@ -2,6 +2,8 @@
 // wgmma, 9.7.16.3-4 for tcgen05), and the product itself.
 #pragma once
 
+#include <map>
+
 #include "copies.hpp"
 
 namespace ptx {
@@ -66,12 +68,41 @@ inline int element_bytes(int type) {
   return type == T_BF16 || type == T_F16 ? 2 : type == T_TF32 ? 4 : 1;
 }
 
-// rows x K doubles, row-major. K is 32 bytes of elements.
+// rows x K values, row-major, each with the exponent that hardware adds: that of its leading bit,
+// or of its format's subnormals. K is 32 bytes of elements.
 struct Matrix {
+  static constexpr int kZero = -100000;
   int rows, depth;
   std::vector<double> x;
-  Matrix(int r, int k) : rows(r), depth(k), x(static_cast<size_t>(r * k)) {}
-  double& at(int r, int k) { return x[static_cast<size_t>(r * depth + k)]; }
+  std::vector<int> exponent;
+  Matrix(int r, int k)
+      : rows(r), depth(k), x(static_cast<size_t>(r * k)), exponent(static_cast<size_t>(r * k)) {}
+  size_t index(int r, int k) const { return static_cast<size_t>(r * depth + k); }
+  double& at(int r, int k) { return x[index(r, k)]; }
+
+  void set(int r, int k, u32 bits, int type) {
+    const double v = decode_element(bits, type);
+    static const std::map<int, int> least = {
+        {T_BF16, -126}, {T_TF32, -126}, {T_F16, -14}, {T_E4M3, -6}, {T_E5M2, -14}};
+    x[index(r, k)] = v;
+    exponent[index(r, k)] = v == 0 ? kZero : std::max(std::ilogb(v), least.at(type));
+  }
+  void scale(int r, u32 ue8m0) {
+    const double f = decode_ue8m0(ue8m0);
+    for (int k = 0; k < depth; ++k) {
+      x[index(r, k)] *= f;
+      if (exponent[index(r, k)] != kZero) exponent[index(r, k)] += static_cast<int>(ue8m0) - 127;
+    }
+  }
+  Matrix transposed() const {
+    Matrix t(depth, rows);
+    for (int r = 0; r < rows; ++r)
+      for (int k = 0; k < depth; ++k) {
+        t.x[t.index(k, r)] = x[index(r, k)];
+        t.exponent[t.index(k, r)] = exponent[index(r, k)];
+      }
+    return t;
+  }
 };
 
 inline Matrix load_operand(SharedMemory& shared, u64 descriptor, bool sm100, bool k_major, int type,
@@ -91,28 +122,60 @@ inline Matrix load_operand(SharedMemory& shared, u64 descriptor, bool sm100, boo
         u32 bits = 0;
         std::memcpy(&bits, p + e * bytes, static_cast<size_t>(bytes));
         const int along = chunk * per_chunk + e;
-        (k_major ? m.at(line, along) : m.at(along, line)) = decode_element(bits, type);
+        k_major ? m.set(line, along, bits, type) : m.set(along, line, bits, type);
       }
     }
   return m;
 }
 
-// acc[n] += sum over k of a[k] * b(n, k). Products are exact in double; what hardware truncates
-// (README, "Numerics") is not modelled, the result is rounded once by the caller.
-inline void accumulate(const double* a, const std::vector<double>& b_by_k, int depth, int columns,
-                       double* acc) {
-  for (int k = 0; k < depth; ++k) {
-    const double x = a[k];
-    const double* b = b_by_k.data() + static_cast<long>(k) * columns;
-    for (int n = 0; n < columns; ++n) acc[n] += x * b[n];
-  }
+// How a matrix unit rounds. Exact: products and their sum in double, rounded once. Truncated: what
+// MMA-Sim (README, "Numerics") measured: every term is shifted to the largest exponent and cut at
+// `kept` fraction bits, the sum is cut at `output` bits.
+struct Numerics {
+  bool truncated = false;
+  int kept = 25, output = 23;
+};
+
+inline Numerics numerics(const Machine& m, bool hopper_fp8) {
+  if (!m.launch.truncate) return {};
+  return hopper_fp8 ? Numerics{true, 13, 13} : Numerics{true, 25, 23};
 }
 
-inline std::vector<double> transpose(Matrix& m) {
-  std::vector<double> t(m.x.size());
-  for (int r = 0; r < m.rows; ++r)
-    for (int k = 0; k < m.depth; ++k) t[static_cast<size_t>(k * m.rows + r)] = m.at(r, k);
-  return t;
+// acc[n] += sum over k of a(row, k) * b(k, n).
+inline void accumulate(const Matrix& a, int row, const Matrix& b, double* acc,
+                       const Numerics& how) {
+  const int columns = b.depth;
+  const double* x = a.x.data() + a.index(row, 0);
+  if (!how.truncated) {
+    for (int k = 0; k < a.depth; ++k) {
+      const double* y = b.x.data() + b.index(k, 0);
+      for (int n = 0; n < columns; ++n) acc[n] += x[k] * y[n];
+    }
+    return;
+  }
+  const int* ex = a.exponent.data() + a.index(row, 0);
+  for (int n = 0; n < columns; ++n) {
+    double plain = acc[n];
+    int top = acc[n] == 0 ? Matrix::kZero : std::max(std::ilogb(acc[n]), -126);
+    for (int k = 0; k < a.depth; ++k) {
+      plain += x[k] * b.x[b.index(k, n)];
+      const int ey = b.exponent[b.index(k, n)];
+      if (ex[k] != Matrix::kZero && ey != Matrix::kZero) top = std::max(top, ex[k] + ey);
+    }
+    if (!std::isfinite(plain) || top == Matrix::kZero) {
+      acc[n] = plain;
+      continue;
+    }
+    const double up = std::ldexp(1.0, how.kept - top);
+    double sum = std::trunc(acc[n] * up);
+    for (int k = 0; k < a.depth; ++k) sum += std::trunc(x[k] * b.x[b.index(k, n)] * up);
+    sum /= up;
+    if (sum != 0) {
+      const double cut = std::ldexp(1.0, how.output - std::max(std::ilogb(sum), -126));
+      sum = std::trunc(sum * cut) / cut;
+    }
+    acc[n] = sum;
+  }
 }
 
 }  // namespace ptx

@@ -16,6 +16,9 @@ inline void use_group(Cta& cta, int group, const char* what) {
     throw Fault("protocol",
                 std::string(what) + ".cta_group::" + std::to_string(group) +
                     " in a kernel that has used cta_group::" + std::to_string(cta.tensor_group));
+  if (group == 2 && cta.cluster->ctas.size() % 2)
+    throw Fault("protocol",
+                std::string(what) + ".cta_group::2 in a cluster of an odd number of CTAs");
   cta.tensor_group = group;
 }
 
@@ -57,6 +60,10 @@ struct TensorTransfer : AsyncOp {
 
   int quarter() const { return w->index % 4; }
   int first() const { return 32 * quarter() + lane % 32; }
+  void check_lanes() const {
+    if (lane % 32 != 0 && (shape == LD_32x32b || lane % 32 != 16))
+      throw Fault("bounds", describe() + " starts at lane " + std::to_string(lane));
+  }
   Access access(WarpAgent role, const char* what) const {
     return {m->cluster->agents.get(), &knows, agent_of(*w, role), epoch, false, what};
   }
@@ -68,6 +75,7 @@ struct TensorTransfer : AsyncOp {
 
 struct TensorLoad : TensorTransfer {
   bool step() override {
+    check_lanes();
     TensorMemory& t = *w->cta->tensor;
     for (int c = 0; c < tensor_columns(shape, count); ++c)
       t.read(quarter(), column + c, access(kTmemLoad, "tcgen05.ld"));
@@ -83,12 +91,14 @@ struct TensorLoad : TensorTransfer {
         --w->busy_count;
       }
     w->knows.all.raise(agent_of(*w, kTmemLoad), epoch);
+    m->work["tcgen05.ld bytes"] += static_cast<u64>(count * kWarpSize * 4);
     return true;
   }
 };
 
 struct TensorStore : TensorTransfer {
   bool step() override {
+    check_lanes();
     TensorMemory& t = *w->cta->tensor;
     for (int c = 0; c < tensor_columns(shape, count); ++c)
       t.write(quarter(), column + c, access(kTmemStore, "tcgen05.st"));
@@ -97,6 +107,7 @@ struct TensorStore : TensorTransfer {
         const auto [row, col] = tensor_cell(shape, l, i);
         t.set(first() + row, column + col, data[static_cast<size_t>(i * kWarpSize + l)]);
       }
+    m->work["tcgen05.st bytes"] += static_cast<u64>(count * kWarpSize * 4);
     return true;
   }
 };
@@ -172,6 +183,7 @@ struct TensorCopy : TensorOp {
               if (lane >= 0) c.tensor->set(lane, column + 4 * j + k, x[k]);
         }
     }
+    m->work["tcgen05.cp bytes"] += static_cast<u64>(rows * chunks * 16 * group);
     return true;
   }
   std::array<int, 4> lanes(int r) const {
@@ -234,6 +246,10 @@ struct TensorMma : TensorOp {
     } else if (field(4, 2) != 1) {
       refuse("accumulator type");
     }
+    if (lane % 32 && (s.m / group != 64 || lane % 32 != 16))
+      refuse("D starts at lane " + std::to_string(lane));
+    if (a_in_tensor && a_lane % 32 && (s.m / group != 64 || a_lane % 32 != 16))
+      refuse("A starts at lane " + std::to_string(a_lane));
     const int step = group == 2 ? 16 : 8;
     const bool m_fits = kind == K_MXF8F6F4 ? s.m == 128 * group
                         : group == 1       ? s.m == 64 || s.m == 128
@@ -269,14 +285,14 @@ struct TensorMma : TensorOp {
         const u32 cell = t.get(at, a_column + k / per_cell, "tcgen05.mma (A)");
         const u32 bits =
             bytes == 4 ? cell : cell >> (8 * bytes * (k % per_cell)) & ((1u << (8 * bytes)) - 1);
-        x.at(r, k) = decode_element(bits, s.type_a);
+        x.set(r, k, bits, s.type_a);
       }
     }
     return x;
   }
 
   // 9.7.16.10.7: one scale byte for each row and 32 of k, the same in all four groups of 32 lanes.
-  double scale(TensorMemory& t, int base, int row, int byte, const char* what) const {
+  u32 scale(TensorMemory& t, int base, int row, int byte, const char* what) const {
     const u32 cell = t.get(row % 32, base + row / 32, what);
     const u32 value = cell >> (8 * byte) & 0xFF;
     for (int q = 1; q < 4; ++q)
@@ -284,28 +300,31 @@ struct TensorMma : TensorOp {
         throw Fault("protocol",
                     std::string(what) + ": the scale of row " + std::to_string(row) +
                         " differs between the groups of 32 lanes that should replicate it");
-    return decode_ue8m0(value);
+    return value;
   }
 
   void apply_scales(TensorMemory& t, Matrix& x, int base, int byte, const char* what) const {
     for (int c = 0; c < (x.rows + 31) / 32; ++c)
       for (int q = 0; q < 4; ++q) t.read(q, base + c, access(false, what));
-    for (int r = 0; r < x.rows; ++r) {
-      const double f = scale(t, base, r, byte, what);
-      for (int k = 0; k < x.depth; ++k) x.at(r, k) *= f;
-    }
+    for (int r = 0; r < x.rows; ++r) x.scale(r, scale(t, base, r, byte, what));
   }
 
   bool step() override {
     ++w->cta->tensor_epoch;
     const Shape s = shape();
+    static const char* const kinds[] = {"f16", "tf32", "f8f6f4", "mxf8f6f4"};
+    m->work[std::string("mma ") + kinds[kind] + " M" + std::to_string(s.m) + " N" +
+            std::to_string(s.n) + (a_in_tensor ? " A in tensor memory" : "")] += 1;
+    m->work["mma operand bytes from shared memory"] +=
+        static_cast<u64>(32 * (s.n + (a_in_tensor ? 0 : s.m)));
     const int half = s.n / group;
     Matrix b_all(s.n, 32 / element_bytes(s.type_b));
     for (int v = 0; v < group; ++v) {
       const Matrix part = load_operand(*cta(v).shared, b, true, !s.mn_b, s.type_b, half,
                                        access(true, "tcgen05.mma (B)"));
-      std::copy(part.x.begin(), part.x.end(),
-                b_all.x.begin() + static_cast<long>(v) * static_cast<long>(part.x.size()));
+      const auto at = static_cast<long>(v) * static_cast<long>(part.x.size());
+      std::copy(part.x.begin(), part.x.end(), b_all.x.begin() + at);
+      std::copy(part.exponent.begin(), part.exponent.end(), b_all.exponent.begin() + at);
     }
     for (int v = 0; v < group; ++v) {
       TensorMemory& t = *cta(v).tensor;
@@ -319,7 +338,7 @@ struct TensorMma : TensorOp {
       if (s.negate_a != s.negate_b)
         for (double& e : x.x) e = -e;
       touch(s, t);
-      multiply(s, t, x, transpose(y), v);
+      multiply(s, t, x, y.transposed(), v);
     }
     return true;
   }
@@ -331,8 +350,7 @@ struct TensorMma : TensorOp {
       for (int c = 0; c < columns; ++c) t.write(q, column + c, by);
   }
 
-  void multiply(const Shape& s, TensorMemory& t, Matrix& x, const std::vector<double>& y,
-                int v) const {
+  void multiply(const Shape& s, TensorMemory& t, const Matrix& x, const Matrix& y, int v) const {
     std::vector<double> acc(static_cast<size_t>(s.n));
     for (int r = 0; r < x.rows; ++r) {
       for (int n = 0; n < s.n; ++n) {
@@ -344,7 +362,7 @@ struct TensorMma : TensorOp {
         }
         acc[static_cast<size_t>(n)] = d;
       }
-      accumulate(x.x.data() + static_cast<long>(r) * x.depth, y, x.depth, s.n, acc.data());
+      accumulate(x, r, y, acc.data(), numerics(*m, false));
       for (int n = 0; n < s.n; ++n) {
         const auto [l, c] = d_cell(s, r, n);
         if (disabled[static_cast<size_t>(4 * (group == 2 ? v : 0) + l / 32)] >> (l % 32) & 1)

@@ -34,28 +34,44 @@ struct Wgmma : AsyncOp {
           const int k = per_register * (t % 4) + j % per_register + 4 * per_register * (r / 2);
           const u32 bits =
               w->r32(a_slots[static_cast<size_t>(r)])[t] >> (8 * bytes * (j % per_register));
-          x.at(row, k) =
-              decode_element(bits & (bytes == 4 ? kAllLanes : (1u << (8 * bytes)) - 1), type_a);
+          x.set(row, k, bits & (bytes == 4 ? kAllLanes : (1u << (8 * bytes)) - 1), type_a);
         }
     } else {
       // Rows base .. base+15 of the 64-row operand.
       Matrix all = load_operand(*w->cta->shared, a, false, !mn_a, type_a, 64, by);
       std::copy_n(all.x.begin() + static_cast<long>(base * depth), 16 * depth, x.x.begin());
+      std::copy_n(all.exponent.begin() + static_cast<long>(base * depth), 16 * depth,
+                  x.exponent.begin());
+    }
+    if (w->index % 4 == 0) {  // once for the four warps that share it
+      m->work["wgmma N" + std::to_string(n) + " K" + std::to_string(depth) +
+              (a_in_registers ? " A in registers" : "")] += 1;
+      m->work["mma operand bytes from shared memory"] +=
+          static_cast<u64>(32 * (n + (a_in_registers ? 0 : 64)));
     }
     Matrix y = load_operand(*w->cta->shared, b, false, !mn_b, type_b, n, by);
     if (negate_a != negate_b)
       for (double& e : x.x) e = -e;
-    const std::vector<double> by_k = transpose(y);
+    const Matrix by_k = y.transposed();
+    const auto place = [&](int t, int i) {  // (row, column) of accumulator register i of thread t
+      return std::pair{t / 4 + 8 * (i / 2 % 2), 2 * (t % 4) + i % 2 + 8 * (i / 4)};
+    };
     std::vector<double> acc(static_cast<size_t>(16 * n));
+    const auto cell = [&](int t, int i) -> u32& {
+      return w->r32(slots[static_cast<size_t>(i)])[t];
+    };
+    for (int t = 0; t < kWarpSize && accumulate_d; ++t)
+      for (int i = 0; i < n / 2; ++i) {
+        const auto [row, column] = place(t, i);
+        acc[static_cast<size_t>(row * n + column)] = as_float(cell(t, i));
+      }
+    const bool fp8 = type_a == T_E4M3 || type_a == T_E5M2;
     for (int row = 0; row < 16; ++row)
-      accumulate(x.x.data() + row * depth, by_k, depth, n, acc.data() + static_cast<long>(row) * n);
+      accumulate(x, row, by_k, acc.data() + static_cast<long>(row) * n, numerics(*m, fp8));
     for (int t = 0; t < kWarpSize; ++t)
       for (int i = 0; i < n / 2; ++i) {
-        const int row = t / 4 + 8 * (i / 2 % 2), column = 2 * (t % 4) + i % 2 + 8 * (i / 4);
-        u32& cell = w->r32(slots[static_cast<size_t>(i)])[t];
-        const double d =
-            acc[static_cast<size_t>(row * n + column)] + (accumulate_d ? as_float(cell) : 0.0);
-        cell = as_bits(static_cast<float>(d));
+        const auto [row, column] = place(t, i);
+        cell(t, i) = as_bits(static_cast<float>(acc[static_cast<size_t>(row * n + column)]));
       }
     w->wgmma_done = serial;
     return true;
