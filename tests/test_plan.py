@@ -375,7 +375,12 @@ def test_the_digest_is_equal_exactly_for_equal_plans() -> None:
     ("mask", "q", "k", "names"),
     [
         (masks.full(8), sharding.contiguous(8, 2), sharding.contiguous(8, 4), ["2", "4"]),
-        (masks.full(8), sharding.contiguous(7, 2), sharding.contiguous(8, 2), ["7 queries", "8 x 8"]),
+        (
+            masks.full(8),
+            sharding.contiguous(7, 2),
+            sharding.contiguous(8, 2),
+            ["7 queries", "8 x 8"],
+        ),
         (masks.full(8), sharding.contiguous(8, 2), sharding.contiguous(9, 2), ["9 keys", "8 x 8"]),
         (
             masks.causal(8),

@@ -130,7 +130,8 @@ def test_many_ranks_are_summed_up_unless_all_are_asked_for(
 
 def test_one_rank_step_by_step(capsys: pytest.CaptureFixture[str]) -> None:
     """A window's halo: the own shard, then the end of the one before it."""
-    text = said(capsys, "--seq 64K --ranks 8 --window 1K --sharding contiguous --rank 5 --wire bf16")
+    how = "--ranks 8 --window 1K --sharding contiguous --rank 5 --wire bf16"
+    text = said(capsys, f"--seq 64K {how}")
     rows = [re.split(r"  +", line) for line in text.splitlines() if re.match(r"\d", line)]
     assert [row[:3] for row in rows] == [["0", "its own", "64"], ["1", "rank 4", "8"]]
     assert rows[1][3] == "4 MiB"  # 8 records x 128 tokens x 8 heads x 256 x 2 bytes
