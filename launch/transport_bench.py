@@ -127,7 +127,7 @@ def pull_ms(
     plan = Schedule(
         transport.rank, transport.world, nbytes, nbytes, nbytes, 0, (StepTransfers(), step)
     )
-    taken = []
+    taken: list[float] = []
     for _ in range(REPEATS + 1):
         exchange = transport.open(plan)
         exchange.publish()
