@@ -219,7 +219,7 @@ def _elect(self: Lowering, mods: list[str], operands: tuple[Operand, ...]) -> En
 @family("redux.sync")
 def _redux(self: Lowering, mods: list[str], operands: tuple[Operand, ...]) -> Encoded:
     mods = list(mods)
-    flags = take(mods, {"NaN": FLAG["NAN"]})
+    flags = take(mods, {"NaN": FLAG["NAN"], "abs": FLAG["ABS"]})
     operation, kind = mods
     args = [self.destination(operands[0])] + [self.source(o, 4) for o in operands[1:]]
     sub = {"add": 0, "min": 1, "max": 2, "and": 3, "or": 4, "xor": 5}[operation]

@@ -106,6 +106,7 @@ def _logic(name: str, amount: bool = False) -> Family:
 
 for _name in ("and", "or", "xor", "not"):
     FAMILIES[_name] = _logic(_name.upper())
+FAMILIES["copysign"] = _logic("COPYSIGN")
 for _name in ("shl", "shr"):
     FAMILIES[_name] = _logic(_name.upper(), amount=True)
 
@@ -241,7 +242,7 @@ def _cvt(self: Lowering, mods: list[str], operands: tuple[Operand, ...]) -> Enco
             if to.startswith("e4m3") and not flags & FLAG["FINITE"]:
                 raise ValueError("e4m3 needs .satfinite")
             return Encoded("CVT2", args, TYPE[to.upper()], sub=rounding, flags=flags)
-        if frm in _PAIRS and to in ("f16x2", "bf16x2"):
+        if frm in _PAIRS and ("f16x2" in (to, frm) or "bf16x2" in (to, frm)):
             args = [self.destination(operands[0]), self.source(operands[1], 4)]
             return Encoded("CVT2F", args, TYPE[to.upper()], TYPE[frm.upper()], rounding, flags)
         raise ValueError(f"conversion {frm} -> {to}")

@@ -34,14 +34,20 @@ pytestmark = [
 BF16, FP8, FP32 = 50.0, 29.0, 135.0
 
 
-def known(*arguments: str) -> dict[str, Any]:
-    """Run ptx.known in a process of its own: the DSL fixes the architecture at import."""
+def known(*arguments: str, module: str = "ptx.known") -> dict[str, Any]:
+    """Run a module in a process of its own: the DSL fixes the architecture at import."""
     environment = dict(os.environ, PYTHONPATH=str(Path(__file__).parents[1]))
-    command = [sys.executable, "-W", "ignore", "-m", "ptx.known", *arguments]
+    command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_small_dsl_kernels(arch: str) -> None:
+    errors = known(arch, module="ptx.dsl_examples")
+    assert errors and not any(errors.values()), errors
 
 
 ATTENTION = [

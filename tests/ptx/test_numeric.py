@@ -96,6 +96,20 @@ def test_packed_conversions_put_a_high() -> None:
     assert bits[0] == 0x3C00_4000
 
 
+def test_packed_16_bit_floats_to_fp8_and_scales() -> None:
+    """From f16x2 and bf16x2 the same codes as from the exact f32."""
+    half = np.arange(65536, dtype=np.uint16)
+    for kind in ("f16", "bf16"):
+        exact = apply(f"cvt.f32.{kind} %o, %x;", half, out=np.float32)
+        pairs = half.astype(np.uint32) | np.uint32(0x3C00) << 16
+        for to, mode in (("e4m3x2", "rn.satfinite"), ("ue8m0x2", "rp.satfinite")):
+            if to == "ue8m0x2" and kind == "f16":
+                continue
+            want = apply(f"cvt.{mode}.{to}.f32 %o, %x, %x;", exact, out=np.uint16) & 0xFF
+            got = apply(f"cvt.{mode}.{to}.{kind}x2 %o, %x;", pairs, out=np.uint16)
+            assert np.array_equal(got & 0xFF, want)
+
+
 def test_16_bit_conversions() -> None:
     x = floats()
     bf16 = apply("cvt.rn.bf16.f32 %o, %x;", x, out=np.uint16)
@@ -302,6 +316,8 @@ def test_bits_and_shifts() -> None:
     assert apply("clz.b32 %o, %x;", np.uint32([0, 1, 2**31]), out="u4").tolist() == [32, 31, 0]
     assert apply("popc.b32 %o, %x;", np.uint32([0, 0xFFFF0001]), out="u4").tolist() == [0, 17]
     assert apply("bfind.u32 %o, %x;", np.uint32([0, 1, 2**31]), out="i4").tolist() == [-1, 0, 31]
+    signs = apply("copysign.f32 %o, %x, %y;", np.float32([-1, 2]), np.float32([3, -4]), out="f4")
+    assert signs.tolist() == [-3, 4]
     assert apply("brev.b32 %o, %x;", np.uint32([1]), out="u4").tolist() == [2**31]
 
 

@@ -70,7 +70,8 @@ class Alu {
       case BFIND:
       case CLZ:
       case POPC:
-      case BREV: bits(w, i, mask); return true;
+      case BREV:
+      case COPYSIGN: bits(w, i, mask); return true;
       case MOV:
       case SELP:
       case PACK:
@@ -448,6 +449,12 @@ class Alu {
                                                                          : top);
         });
         return;
+      case COPYSIGN:  // the sign of a, the rest of b
+        each(mask, [&](int l) {
+          const u64 sign = u64{1} << (n - 1);
+          out(l, (a(1, l) & sign) | (a(2, l) & ~sign));
+        });
+        return;
       case CLZ:
         each(mask, [&](int l) {
           const u64 x = n == 64 ? a(1, l) : a(1, l) & 0xFFFFFFFF;
@@ -640,13 +647,18 @@ class Alu {
       return;
     }
     if (i.op == CVT2F) {
+      const auto narrow = [](int type) { return type != T_F16X2 && type != T_BF16X2; };
+      const int from_bits = narrow(from) ? 8 : 16, to_bits = narrow(to) ? 8 : 16;
       each(mask, [&](int l) {
         const u32 x = w.r32(i.a[1])[l];
         u32 d = 0;
         for (int h = 0; h < 2; ++h) {
-          const u32 byte = x >> (8 * h) & 0xFF;
-          const double v = from == T_UE8M0X2 ? decode_ue8m0(byte) : decode(byte, format(i, from));
-          d |= encode(v, format(i, to)) << (16 * h);
+          const u32 part = x >> (from_bits * h) & ((1u << from_bits) - 1);
+          const double v = from == T_UE8M0X2 ? decode_ue8m0(part) : decode(part, format(i, from));
+          const u32 code = to == T_UE8M0X2
+                               ? encode_ue8m0(static_cast<float>(v), round == Round::Up, finite)
+                               : encode(v, format(i, to), round, finite);
+          d |= code << (to_bits * h);
         }
         w.r32(i.a[0])[l] = d;
       });

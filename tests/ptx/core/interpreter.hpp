@@ -399,7 +399,8 @@ class Interpreter {
         bool first = true;
         u32 d = 0;
         each(active, [&](int l) {
-          const u32 x = w.r32(i.a[1])[l];
+          u32 x = w.r32(i.a[1])[l];
+          if (i.flags & F_ABS) x &= 0x7FFFFFFF;  // f32 only
           if (first) {
             d = x;
             first = false;
