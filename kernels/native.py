@@ -24,6 +24,9 @@ That costs one copy of q, out and dout a backward call, and of K and V a call wi
 what is flagged is then changed in place, which reads flags only. With the fused kernels
 (:mod:`ringfa4.fused`) the copy and the flags are one pass.
 
+In fp16 the P of a merge over more than about 16K keys is subnormal, in these libraries as anywhere
+else that rounds P to fp16: bf16 has no such limit.
+
 Shapes as in :mod:`ringfa4.kernels.interface`: (b, n, h, d) and (b, h, n). Left out: softcap,
 dropout, sinks.
 """

@@ -25,7 +25,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -193,9 +193,9 @@ class Rank:
 
 
 def attention_rows(
-    seq: int, heads: int, heads_kv: int, hops: int, repetitions: int
+    seq: int, heads: int, heads_kv: int, hops: int, kernels: Sequence[str], repetitions: int
 ) -> list[dict[str, Any]]:
-    """Rates at one length: libraries first, then ours."""
+    """Rates at one length: libraries first, then ours, one rank and a rank of ``hops``."""
     x = Inputs(seq, heads, heads_kv)
     rows = []
 
@@ -218,7 +218,7 @@ def attention_rows(
 
     for name, (forward, backward) in direct_calls(x).items():
         measure(name, 1, forward, backward)
-    for name in KERNELS:
+    for name in kernels:
         try:
             kernel = load_kernel(name)
         except MissingLibraryError as error:
@@ -371,6 +371,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--heads-kv", type=int, default=8)
     parser.add_argument("--hops", type=int, default=8, help="also a rank of a ring of this many")
+    parser.add_argument("--kernels", default=",".join(KERNELS), help="ours, by name")
     parser.add_argument("--bytes", default="16,64,256,1024", help="MiB of K, or 'none'")
     parser.add_argument("--host", action="store_true", help="also the host's time for small calls")
     parser.add_argument("--repetitions", type=int, default=10)
@@ -395,7 +396,12 @@ def main(argv: list[str] | None = None) -> int:
     lengths = [] if options.attention == "none" else options.attention.split(",")
     for length in lengths:
         rows = attention_rows(
-            parse_size(length), options.heads, options.heads_kv, options.hops, options.repetitions
+            parse_size(length),
+            options.heads,
+            options.heads_kv,
+            options.hops,
+            options.kernels.split(","),
+            options.repetitions,
         )
         print_rows(rows)
         results["attention"] += rows
