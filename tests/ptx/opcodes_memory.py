@@ -284,8 +284,10 @@ for _name in ("acq_rel", "sc", "acquire", "release", "mbarrier_init"):
 @family("fence.proxy")
 def _fence_proxy(self: Lowering, mods: list[str], operands: tuple[Operand, ...]) -> Encoded:
     if mods[0] == "async" or mods[0].startswith("async::"):
-        finish([m for m in mods[1:] if m not in ("global", "shared::cta", "shared::cluster")])
-        return Encoded("FENCE_ASYNC")
+        spaces = [mods[0].removeprefix("async::"), *mods[1:]]
+        finish([m for m in spaces[1:] if m not in ("global", "shared::cta", "shared::cluster")])
+        # Only shared memory is checked for races, so a fence for global memory alone does nothing.
+        return Encoded("NOP" if "global" in spaces else "FENCE_ASYNC")
     if mods[0].startswith("tensormap"):
         return Encoded("NOP")
     raise ValueError("." + mods[0])

@@ -377,6 +377,12 @@ def test_a_flipped_scale_bit_or_transpose_bit_shows() -> None:
         (wait("%r9"), "", ("race", "unwritten")),
         (wait("%r1"), "", ("race", "unwritten")),
         ("tcgen05.commit", "@%p0 tcgen05.commit", ("deadlock",)),
+        (  # lane 1 commits what lane 0 issued
+            "ISSUED:",
+            "ISSUED: mov.u32 %r99, %tid.x; setp.eq.u32 %p9, %r99, 1; @%p9 tcgen05.commit"
+            ".cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r9];",
+            ("protocol",),
+        ),
         ("%r41, 512;\nFREED", "%r41, 256;\nFREED", ("protocol",)),
         ("tcgen05.dealloc", "@%p0 tcgen05.dealloc", ("protocol",)),
         ("[%r1+16], 512", "[%r1+16], 96", ("protocol",)),

@@ -200,6 +200,7 @@ struct Warp {
   std::vector<u32> copy_groups;   // cp.async: the last epoch of each closed group
   std::vector<u64> wgmma_groups;  // the last operation of each closed group
   u64 wgmma_issued = 0, wgmma_done = 0;
+  int tensor_lane = -1;  // the thread that issued the last tcgen05.mma or cp
   std::vector<u8> busy;  // by slot: a pending tcgen05.ld or wgmma owns the register
   int busy_count = 0;
 

@@ -389,6 +389,7 @@ inline void execute_tensor(Machine& m, Warp& w, const Insn& i, u32 mask) {
       throw Fault("protocol", "a tcgen05 operation issued by several threads of a warp at once");
     if (i.sub == 2 && (w.cta->rank & 1) && i.op == T5_MMA)
       throw Fault("protocol", "tcgen05.mma.cta_group::2 issued by the odd CTA of a pair");
+    if (i.op != T5_COMMIT) w.tensor_lane = lane;
     op->m = &m;
     op->w = &w;
     op->group = i.sub;
@@ -442,6 +443,10 @@ inline void execute_tensor(Machine& m, Warp& w, const Insn& i, u32 mask) {
     case T5_COMMIT: {
       auto op = std::make_unique<TensorCommit>();
       start(op);
+      // 9.7.16.12.1: a commit tracks the operations of the executing thread only.
+      if (w.tensor_lane >= 0 && w.tensor_lane != lane)
+        throw Fault("protocol", "tcgen05.commit by lane " + std::to_string(lane) +
+                                    " after operations of lane " + std::to_string(w.tensor_lane));
       const u32 a = address(0);
       op->offset = a & kOffsetMask;
       op->targets = i.a[2] >= 0 ? w.r32(i.a[2])[lane] & 0xFFFF : 1u << (a >> 24);
