@@ -12,9 +12,7 @@ CUTE_DSL_ARCH set.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import importlib.util
-import os
 import subprocess
 import tempfile
 from collections.abc import Iterable
@@ -94,17 +92,11 @@ def _convert(value: Any, tensors: list[torch.Tensor]) -> Any:
 class Captured:
     """One compiled host function; calling it executes its kernels on the arguments' storage."""
 
-    def __init__(
-        self,
-        compiled: Any,
-        multiprocessors: int = 148,
-    ) -> None:
+    def __init__(self, compiled: Any, multiprocessors: int = 148) -> None:
         self.multiprocessors = multiprocessors
-        self.use(compiled.__ptx__)
-        self.library = self._link(compiled)
-        self.stub = ctypes.CDLL(str(self.library))
-        self.stub.capture_launch.restype = ctypes.POINTER(_Captured)
         self.results: list[Result] = []
+        self.use(compiled.__ptx__)
+        self._link(compiled)
 
     def use(self, ptx: str) -> None:
         """Execute this text instead of what was compiled (a mutant of it)."""
@@ -112,23 +104,21 @@ class Captured:
         self.module = parse(ptx)
         self.programs: dict[str, Program] = {}
 
-    def _link(self, compiled: Any) -> Path:
-        key = hashlib.sha256(self.ptx.encode()).hexdigest()[:16]
-        directory = Path(tempfile.mkdtemp(prefix=f"capture-{key}-", dir=build.cache_directory()))
-        self._directory = directory
-        compiled.export_to_c(str(directory / "kernel.o"), function_name="kernel")
+    def _link(self, compiled: Any) -> None:
+        """Load the host code; a loaded library stays mapped, so its file may go at once."""
         tvm = _package("tvm_ffi") / "lib"
-        library = directory / "libkernel.so"
         archive = _dsl_root() / "cu13" / "lib" / "libcuda_dialect_runtime_static.a"
-        # -Bsymbolic: the process may have loaded a real CUDA runtime, which must not answer.
-        command = ["gcc", "-shared", "-fPIC", "-w", "-Wl,-Bsymbolic", "-o", str(library)]
-        command += [str(directory / "kernel.o"), str(Path(__file__).parent / "capture_stub.c")]
-        command += [str(archive), f"-L{tvm}", "-ltvm_ffi", f"-Wl,-rpath,{tvm}", "-lpthread", "-ldl"]
-        subprocess.run(command, check=True, capture_output=True)
-        self.function = tvm_ffi.load_module(str(library))["kernel"]
-        for path in directory.iterdir():  # loaded libraries stay mapped
-            os.unlink(path) if path != library else None
-        return library
+        with tempfile.TemporaryDirectory(prefix="capture-", dir=build.cache_directory()) as name:
+            host, library = Path(name) / "kernel.o", Path(name) / "libkernel.so"
+            compiled.export_to_c(str(host), function_name="kernel")
+            # -Bsymbolic: the process may have loaded a real CUDA runtime, which must not answer.
+            command = ["gcc", "-shared", "-fPIC", "-w", "-Wl,-Bsymbolic", "-o", str(library)]
+            command += [str(host), str(Path(__file__).parent / "capture_stub.c"), str(archive)]
+            command += [f"-L{tvm}", "-ltvm_ffi", f"-Wl,-rpath,{tvm}", "-lpthread", "-ldl"]
+            subprocess.run(command, check=True, capture_output=True)
+            self.function = tvm_ffi.load_module(str(library))["kernel"]
+            self.stub = ctypes.CDLL(str(library))
+        self.stub.capture_launch.restype = ctypes.POINTER(_Captured)
 
     def program(self, name: str) -> Program:
         if name not in self.programs:

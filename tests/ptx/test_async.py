@@ -96,6 +96,24 @@ def test_pipeline_without_full_wait_empty_wait_or_arrivals() -> None:
     )
 
 
+def test_a_try_wait_must_be_repeated() -> None:
+    """It may return false early: then what follows is not ordered."""
+    once = PIPELINE.replace("@!P bra AGAIN;", "")
+    kinds = set()
+    for seed in range(8):
+        try:
+            execute(
+                once,
+                {"out": np.zeros(32, np.uint32)},
+                shared=SHARED,
+                schedule=Schedule("random", "random", seed),
+                **PIPELINE_LAUNCH,
+            )
+        except ExecutionError as error:
+            kinds.add(error.kind)
+    assert kinds and kinds <= {"race", "unwritten", "protocol"}
+
+
 def test_two_phases_without_a_wait_alias() -> None:
     body = (
         "mov.b32 %r1, smem; mbarrier.init.shared.b64 [%r1], 1;"

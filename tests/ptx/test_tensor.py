@@ -536,6 +536,17 @@ def test_truncated_numerics_lose_what_hardware_loses() -> None:
         assert (cut == (1 + small_a * small_b if kept else 1)).all()
 
 
+def test_truncated_sums_round_toward_zero() -> None:
+    """1 - 2^-25: halfway between two floats, so exact goes to 1; a cut leaves 1 - 2^-24."""
+    x, y = torch.zeros(128, 64), torch.zeros(64, 64)
+    x[:, :2] = torch.tensor([1, -(2.0**-12)])
+    y[:, :2] = torch.tensor([1, 2.0**-13])
+    xb, yb = (v.to(torch.bfloat16).view(torch.int16).numpy() for v in (x, y))
+    a, b, word = [operand(xb, True, 3)], [operand(yb, True, 3)], instruction(128, 64, 1, 1)
+    for truncate, want in ((False, 1.0), (True, 1 - 2.0**-24)):
+        assert (run_mma("f16", 128, 64, [word], a, b, truncate=truncate) == want).all()
+
+
 @pytest.mark.parametrize(
     ("broken", "instead"),
     [
