@@ -29,7 +29,7 @@ class Interpreter {
       throw Fault("protocol", "an .aligned instruction is executed by lanes " + hex(mask) +
                                   " of its warp only");
     if (w.busy_count) settle_registers(m_, w, i);
-    if (Alu::execute(w, i, mask)) return Flow::Next;
+    if (execute_alu(w, i, mask)) return Flow::Next;
     switch (i.op) {
       case NOP: return Flow::Next;
       case EXIT: return leave(w, split, mask);
