@@ -241,10 +241,10 @@ class NativeKernel(BlockKernel):
             own = queries.operands(batch, rows, quiet=masks_pairs(box))
             if masks_pairs(box):
                 k, bad_k = guarded(k, None, zero_found=True)
-                v, bad_v = guarded(v, None, zero_found=True)
+                v, _ = guarded(v, None, zero_found=True)  # who sees such a V has an out like it
                 dq, dk, dv = results = self.differentiate(box, scale, own, k, v)
                 spoils = queries.spoils[batch, :, rows], queries.spoils_dv[batch, :, rows]
-                _spoil(box, results, spoils, bad_k, bad_v)
+                _spoil(box, results, spoils, bad_k)
             else:
                 dq, dk, dv = self.differentiate(box, scale, own, aligned(k), aligned(v))
             grads.add_dq(call.row, rows, dq)
@@ -288,13 +288,12 @@ def _spoil(
     results: tuple[Tensor, Tensor, Tensor],
     spoils: tuple[Tensor, Tensor],
     bad_k: Tensor,
-    bad_v: Tensor,
 ) -> None:
     """NaN into dQ, dK, dV of a call with masked pairs, where they depend on what became zeros."""
     dq, dk, dv = results
     heads_q, heads_kv = dq.shape[2], dk.shape[2]
-    seen_k, seen_v = (seen_by_queries(box, x, heads_q) for x in (bad_k, bad_v))
-    for_dk, for_dv = spoils[0] | seen_k | seen_v, spoils[1] | seen_k
+    seen = seen_by_queries(box, bad_k, heads_q)
+    for_dk, for_dv = spoils[0] | seen, spoils[1] | seen
     fill_rows(dq, for_dk, torch.nan)
     fill_rows(dk, seen_by_keys(box, for_dk, heads_kv), torch.nan)
     fill_rows(dv, seen_by_keys(box, for_dv, heads_kv), torch.nan)

@@ -19,7 +19,15 @@ from torch import Tensor
 from ringfa4 import mask as masks
 from ringfa4.kernels.cuda_aten import CudaAtenKernel
 from ringfa4.kernels.interface import BlockKernel, KernelSpec
-from ringfa4.kernels.native import NativeKernel, Rows, aligned, masks_pairs, window
+from ringfa4.kernels.native import (
+    Call,
+    NativeKernel,
+    Rows,
+    _joined,
+    aligned,
+    masks_pairs,
+    window,
+)
 from ringfa4.mask import Band, Mask
 from ringfa4.shard import Shard
 
@@ -231,3 +239,65 @@ def test_cuda_aten_cuts_into_what_flash_masks_rightly(
     for part in parts:
         _, right = window(part.shifted(-part.q0, -part.k0))
         assert right is None or right < part.k1 - part.k0
+
+
+def pairs(call: Call) -> set[tuple[int, int, int]]:
+    """(row, chunk, key) of a call."""
+    keys = [(chunk, k) for chunk, k0, k1 in call.keys for k in range(k0, k1)]
+    assert len(keys) == call.box.k1 == call.k.shape[1]
+    return {
+        (call.rows.start + i, *keys[j])
+        for i in range(call.box.q1)
+        for j in range(call.box.k1)
+        if call.box.contains(i, j)
+    }
+
+
+@given(st.data())
+def test_joined_calls_compute_the_same_pairs(data: st.DataObject):
+    """Whatever is joined: rows above or the same, keys the same, a prefix, or beside each other."""
+    store = torch.zeros(1, 12, 1, 8)
+
+    def call(start: int, first_key: int) -> Call | None:
+        rows, keys = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
+        hi = data.draw(st.none() | st.integers(-3, 8))
+        band = Band(0, rows, 0, keys, None, hi).trimmed()
+        if band is None or band.q0 or band.k1 + first_key > 12:
+            return None
+        held = store[:, first_key : first_key + band.k1]
+        runs = ((0, first_key, min(first_key + band.k1, 6)), (1, max(first_key - 6, 0), 0))
+        own = [runs[0]] if runs[0][1] < runs[0][2] else []
+        if first_key + band.k1 > 6:
+            own.append((1, runs[1][1], first_key + band.k1 - 6))
+        box = band.shifted(0, -band.k0)
+        return Call(None, slice(start, start + band.q1), box, tuple(own), held, held)
+
+    first = call(0, 0)
+    if first is None:
+        return
+    below = data.draw(st.booleans())
+    second = call(first.rows.stop if below else 0, 0 if below else first.box.k1)
+    if second is None:
+        return
+    both = _joined(first, second)
+    if both is not None:
+        assert both.box == both.box.trimmed()
+        assert pairs(both) == pairs(first) | pairs(second)
+        assert both.k.data_ptr() == first.k.data_ptr()
+
+
+def test_what_is_joined_and_what_not():
+    k = torch.zeros(1, 8, 1, 8)
+
+    def call(rows: slice, box: Band, *keys: tuple[int, int, int]) -> Call:
+        return Call(None, rows, box, keys, k[:, : box.k1], k[:, : box.k1])
+
+    clipped = call(slice(0, 6), Band(0, 6, 0, 4, None, 0), (0, 0, 4))
+    goes_on = call(slice(6, 8), Band(0, 2, 0, 8, None, 6), (0, 0, 4), (1, 0, 4))
+    assert _joined(clipped, goes_on) is None, "rows 4 and 5 would see keys of chunk 1"
+    square = call(slice(0, 4), Band(0, 4, 0, 4, None, 0), (0, 0, 4))
+    below = call(slice(4, 8), Band(0, 4, 0, 8, None, 4), (0, 0, 4), (1, 0, 4))
+    both = _joined(square, below)
+    assert both is not None and both.box == Band(0, 8, 0, 8, None, 0)
+    others = call(slice(4, 8), Band(0, 4, 0, 8, None, 4), (2, 0, 4), (1, 0, 4))
+    assert _joined(square, others) is None, "other keys"
