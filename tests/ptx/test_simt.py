@@ -148,6 +148,43 @@ def test_write_after_read_needs_a_barrier() -> None:
             )
 
 
+def test_write_after_two_unordered_reads() -> None:
+    """Warps 0 and 1 read a word; warp 2, which waits for warp 1 only, overwrites it."""
+    body = """
+  mov.b32 %r1, smem; mov.u32 %r0, %tid.x; shr.u32 %r2, %r0, 5;
+  setp.eq.u32 %p3, %r0, 64; @%p3 st.shared.b32 [%r1], %r0; bar.sync 0;
+  setp.eq.u32 %p0, %r2, 0; setp.eq.u32 %p1, %r2, 1; setp.eq.u32 %p2, %r2, 2;
+  @!%p2 ld.shared.b32 %r3, [%r1];
+  WAIT
+  @%p3 st.shared.b32 [%r1], %r0;
+"""
+    launch = {"shared": SHARED, "block": (96, 1, 1), "dynamic_shared": 64}
+    for schedule in ADVERSARIAL:
+        execute(body.replace("WAIT", "bar.sync 0;"), {"out": ints(1)}, schedule=schedule, **launch)
+        some = body.replace("WAIT", "@%p1 bar.arrive 1, 64; @%p2 bar.sync 1, 64;")
+        with pytest.raises(ExecutionError, match=r"^race"):
+            execute(some, {"out": ints(1)}, schedule=schedule, **launch)
+
+
+@schedules
+def test_bytes_of_a_word_may_belong_to_different_warps(schedule: Schedule) -> None:
+    out = ints(1)
+    body = """
+  mov.b32 %r1, smem; mov.u32 %r0, %tid.x; and.b32 %r2, %r0, 31; shr.u32 %r3, %r0, 5;
+  setp.ne.u32 %p0, %r2, 0; add.u32 %r4, %r1, %r3; cvt.u16.u32 %h0, %r3;
+  @!%p0 st.shared.u8 [%r4], %h0; BARRIER
+  setp.ne.u32 %p1, %r0, 0; @%p1 bra DONE;
+  ld.shared.b32 %r5, [%r1]; st.global.b32 [out], %r5;
+DONE:
+"""
+    launch = {"shared": SHARED, "block": (128, 1, 1), "dynamic_shared": 64, "schedule": schedule}
+    execute(body.replace("BARRIER", "bar.sync 0;"), {"out": out}, **launch)
+    assert out[0] == 0x03020100
+    with pytest.raises(ExecutionError) as caught:
+        execute(body.replace("BARRIER", ""), {"out": out}, **launch)
+    assert caught.value.kind in ("race", "unwritten")
+
+
 def test_deadlock_names_warps_and_barriers() -> None:
     body = "mov.u32 %r0, %tid.x; setp.lt.u32 %p0, %r0, 32; @%p0 bar.sync 3, 64; bar.sync 5;"
     with pytest.raises(ExecutionError) as caught:

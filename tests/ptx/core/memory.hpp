@@ -10,6 +10,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "numeric.hpp"
@@ -45,6 +46,7 @@ class Clock {
       epochs_[i] = std::max(epochs_[i], other.epochs_[i]);
   }
   void clear() { epochs_.clear(); }
+  int size() const { return static_cast<int>(epochs_.size()); }
 
  private:
   std::vector<u32> epochs_;
@@ -113,8 +115,8 @@ struct Access {
   const char* what;  // for messages
 };
 
-// Last writer and reader of each cell. Only the most recent reader is kept, so a write after two
-// unordered reads may be missed; adversarial schedules cover that.
+// Last writer and unordered readers of each cell (FastTrack, Flanagan and Freund 2009): one reader
+// is kept while each new one knows of it; only then, rarely, a clock of several.
 class Tags {
  public:
   explicit Tags(size_t cells) : writer_(cells), reader_(cells) {}
@@ -123,26 +125,46 @@ class Tags {
   template <class Place>
   void read(size_t cell, const Access& by, Place place) {
     require(writer_[cell], by, place, "reads", "was written by");
-    reader_[cell] = {by.agent, by.epoch};
+    Tag& last = reader_[cell];
+    if (last.agent == kSeveral) {
+      several_[cell].raise(by.agent, by.epoch);
+    } else if (last.agent < 0 || last.agent == by.agent || known(last, by)) {
+      last = {by.agent, by.epoch};
+    } else {
+      Clock& clock = several_[cell];
+      clock.raise(last.agent, last.epoch);
+      clock.raise(by.agent, by.epoch);
+      last.agent = kSeveral;
+    }
   }
   template <class Place>
-  void write(size_t cell, const Access& by, Place place, bool whole = true) {
+  void write(size_t cell, const Access& by, Place place) {
     require(writer_[cell], by, place, "overwrites", "was written by");
-    require_known(reader_[cell], by, place, "overwrites", "is still read by");
-    if (whole || writer_[cell].agent == by.agent || writer_[cell].agent < 0) {
-      writer_[cell] = {whole || writer_[cell].agent == by.agent ? by.agent : -1, by.epoch};
+    Tag& last = reader_[cell];
+    if (last.agent == kSeveral) {
+      const Clock& clock = several_[cell];
+      for (int agent = 0; agent < clock.size(); ++agent)
+        if (clock.get(agent))
+          require_known({agent, clock.get(agent)}, by, place, "overwrites", "is still read by");
+      several_.erase(cell);
     } else {
-      writer_[cell] = {};  // two agents share the cell: no longer attributable
+      require_known(last, by, place, "overwrites", "is still read by");
     }
-    reader_[cell] = {};
+    writer_[cell] = {by.agent, by.epoch};
+    last = {};
   }
   void stamp(size_t cell, int agent, u32 epoch) { writer_[cell] = {agent, epoch}; }
 
  private:
+  static constexpr int kSeveral = -2;
+
+  static bool known(const Tag& t, const Access& by) {
+    return by.knows->all.get(t.agent) >= t.epoch;
+  }
   template <class Place>
   static void require_known(const Tag& t, const Access& by, Place place, const char* verb,
                             const char* other) {
-    if (t.agent < 0 || t.agent == by.agent || by.knows->all.get(t.agent) >= t.epoch) return;
+    if (t.agent < 0 || t.agent == by.agent || known(t, by)) return;
     throw Fault("race", std::string(by.what) + " " + verb + " " + place() + ", which " + other +
                             " the " + by.agents->name(t.agent) +
                             " without a synchronisation in between");
@@ -158,6 +180,7 @@ class Tags {
                               " without a fence.proxy.async in between");
   }
   std::vector<Tag> writer_, reader_;
+  std::unordered_map<size_t, Clock> several_;
 };
 
 // Host memory that kernels may touch. `written` empty: all of it holds data.
@@ -228,15 +251,14 @@ class SharedMemory {
   SharedMemory(u32 size, int rank)
       : bytes_(size + kReserved, 0xFF),
         state_(size + kReserved, kNever),
-        tags_((size + kReserved) / 4 + 1),
+        tags_(size + kReserved),
         rank_(rank) {}
 
   const u8* read(u32 offset, u32 size, const Access& by) {
     bounds(offset, size, by);
     for (u32 i = offset; i < offset + size; ++i)
       if (state_[i] != kWritten) throw unreadable(i, by);
-    for (u32 c = offset / 4; c <= (offset + size - 1) / 4; ++c)
-      tags_.read(c, by, [&] { return place(std::max(offset, c * 4)); });
+    for (u32 i = offset; i < offset + size; ++i) tags_.read(i, by, [&] { return place(i); });
     return bytes_.data() + offset;
   }
   u8* write(u32 offset, u32 size, const Access& by, State state = kWritten) {
@@ -249,16 +271,13 @@ class SharedMemory {
                                 " while an asynchronous copy into it is in flight");
       state_[i] = state;
     }
-    for (u32 c = offset / 4; c <= (offset + size - 1) / 4; ++c)
-      tags_.write(
-          c, by, [&] { return place(std::max(offset, c * 4)); },
-          offset <= c * 4 && c * 4 + 4 <= offset + size);
+    for (u32 i = offset; i < offset + size; ++i) tags_.write(i, by, [&] { return place(i); });
     return bytes_.data() + offset;
   }
   // The end of a copy that write(..., kInFlight) announced.
   u8* land(u32 offset, u32 size, int agent, u32 epoch) {
     std::fill_n(state_.begin() + offset, size, kWritten);
-    for (u32 c = offset / 4; c <= (offset + size - 1) / 4; ++c) tags_.stamp(c, agent, epoch);
+    for (u32 i = offset; i < offset + size; ++i) tags_.stamp(i, agent, epoch);
     return bytes_.data() + offset;
   }
   // The bytes of an mbarrier object: opaque to loads and stores.
