@@ -158,6 +158,7 @@ def reports() -> list[Any]:
     """Ranks 1 and 2 fail one after the other; whom each rank hears of."""
     control = open_control(dist.group.WORLD, contract.LONG_S)
     assert control.failure() is None
+    dist.barrier()  # nobody reports before all have looked
     for rank, reason in ((1, "cause é"), (2, "echo")):
         if dist.get_rank() == rank:
             control.report(reason)
