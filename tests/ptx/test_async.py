@@ -7,7 +7,7 @@ import pytest
 
 from ptx import build
 from ptx.encode import swizzled, tensor_map
-from ptx.machine import ADVERSARIAL, ExecutionError, Launch, Memory, Schedule, pack, run
+from ptx.machine import ADVERSARIAL, ExecutionError, Launch, Memory, Result, Schedule, pack, run
 from ptx.snippets import execute, program
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler for the core")
@@ -136,8 +136,9 @@ def tma(
     maps: list[bytes],
     arrays: dict[str, np.ndarray],
     schedule: Schedule | None = None,
+    strict: bool = False,
     **launch,
-) -> None:
+) -> Result:
     """Run a body with tensor maps %map0... and the addresses of `arrays`."""
     declare = ", ".join(
         [f".align 64 .b8 m{k}[128]" for k in range(len(maps))] + [f".u64 {n}_p" for n in arrays]
@@ -151,12 +152,8 @@ def tma(
     memory = Memory()
     addresses = [memory.add(a, n) for n, a in arrays.items()]
     settings = {"dynamic_shared": 1 << 16, **launch}
-    run(
-        lowered,
-        Launch(parameters=pack(lowered, *maps, *addresses), **settings),
-        memory,
-        schedule,
-    )
+    parameters = pack(lowered, *maps, *addresses)
+    return run(lowered, Launch(parameters=parameters, **settings), memory, schedule, strict=strict)
 
 
 LOAD = f"""
@@ -312,6 +309,44 @@ def test_store_needs_the_proxy_fence_and_the_read_wait() -> None:
             tma(stored(WAIT="", TAIL=overwrite), maps, arrays, schedule, block=(256, 1, 1))
 
 
+def test_a_store_left_unawaited_is_remarked_or_with_strict_refused() -> None:
+    tile, target = np.ones((32, 32), np.float32), np.zeros((32, 32), np.float32)
+    maps, arrays = [tensor_map(target, "f32", [32, 32], 3)], {"data": tile, "target": target}
+    late = Schedule("late", "forward")
+    result = tma(stored(WAIT=""), maps, arrays, late, block=(256, 1, 1))
+    assert len(result.remarks) == 1 and "has exited" in result.remarks[0] and (target == 1).all()
+    with pytest.raises(ExecutionError, match="has exited"):
+        tma(stored(WAIT=""), maps, arrays, late, strict=True, block=(256, 1, 1))
+    assert not tma(stored(), maps, arrays, late, strict=True, block=(256, 1, 1)).remarks
+
+
+@schedules
+def test_registers_stored_to_a_peer(schedule: Schedule) -> None:
+    """st.async of a vector register: 16 bytes and a transaction in the other CTA."""
+    out = np.zeros(4, np.uint32)
+    body = f"""
+  mov.b32 %r1, smem; mov.u32 %r0, %tid.x; mov.u32 %r9, %cluster_ctarank;
+  setp.ne.u32 %p0, %r0, 0; @%p0 bra READY;
+  mbarrier.init.shared.b64 [%r1], 1; mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 16;
+READY:
+  barrier.cluster.arrive; barrier.cluster.wait;
+  setp.ne.u32 %p1, %r9, 0; @%p1 bra RECEIVE; @%p0 bra DONE;
+  mapa.shared::cluster.u32 %r2, %r1, 1; add.u32 %r3, %r2, 64;
+  {{ .reg .v4 .s32 all; mov.s32 all.x, 1; mov.s32 all.y, 2; mov.s32 all.z, 3; mov.s32 all.w, 4;
+  st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.s32 [%r3], all, [%r2]; }}
+  bra DONE;
+RECEIVE:
+  {wait("%r1", "0")} @%p0 bra DONE;
+  ld.shared.v4.b32 {{%r4, %r5, %r6, %r7}}, [%r1+64];
+  st.global.v4.b32 [out], {{%r4, %r5, %r6, %r7}};
+DONE:
+  barrier.cluster.arrive; barrier.cluster.wait;
+"""
+    pair = {"grid": (2, 1, 1), "cluster": (2, 1, 1), "dynamic_shared": 128}
+    execute(body, {"out": out}, shared=SHARED, schedule=schedule, **pair)
+    assert out.tolist() == [1, 2, 3, 4]
+
+
 @schedules
 def test_multicast_reaches_every_cta(schedule: Schedule) -> None:
     array = RNG.integers(0, 256, (2, 128), dtype=np.uint8)
@@ -360,7 +395,7 @@ DONE:
 def test_bulk_copy_and_reduction(schedule: Schedule) -> None:
     source, target = RNG.standard_normal((2, 64)).astype(np.float32)
     want = source + target
-    execute(
+    result = execute(
         BULK,
         {"source": source, "target": target},
         shared=SHARED,
@@ -368,6 +403,8 @@ def test_bulk_copy_and_reduction(schedule: Schedule) -> None:
         schedule=schedule,
     )
     assert np.array_equal(target, want)
+    assert result.work["cp.async.bulk bytes into shared memory"] == 256
+    assert result.work["bulk reduction bytes"] == 256
 
 
 CP_ASYNC = """

@@ -268,6 +268,17 @@ def test_static_and_dynamic_shared_layout() -> None:
     assert (out == 1024).all()
 
 
+@pytest.mark.parametrize(("stride", "passes"), [(4, 1), (8, 2), (128, 32), (0, 1), (132, 1)])
+def test_bank_conflicts_are_counted(stride: int, passes: int) -> None:
+    body = f"""
+  mov.b32 %r1, smem; mov.u32 %r0, %tid.x; mad.lo.u32 %r2, %r0, {stride}, %r1;
+  st.shared.b32 [%r2], 1;
+"""
+    result = execute(body, {"out": ints(1)}, shared=SHARED, dynamic_shared=1 << 13)
+    assert result.work["st.shared wavefronts"] == passes
+    assert result.by_opcode["st.shared.b32"] == 1
+
+
 def test_stmatrix_and_ldmatrix_are_inverse() -> None:
     out = ints(64)
     body = (
