@@ -8,6 +8,7 @@ The DSL fixes the architecture when it is imported, so this is a program of its 
 
     python -m ptx.known sm_100a attention --dtype bf16 --dim 128 --causal --backward --seq 256
     python -m ptx.known sm_100a mxfp8_gemm --cluster 2 --shape 256 256 256
+    python -m ptx.known sm_90a gemm --dtype fp8 --cluster 2
 
 prints one JSON object: errors, executed instructions, seconds, remarks. `--save FILE` keeps the
 inputs and outputs (torch.save) for a run of the same kernels on a GPU (on_gpu.py).
@@ -158,6 +159,12 @@ def decibels(got: Any, want: Any) -> float:
     return 10 * math.log10((want**2).sum().item() / error) if error else math.inf
 
 
+def dtype_of(name: str) -> Any:
+    import torch
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}[name]
+
+
 def attention(compiler: Compiler, options: argparse.Namespace) -> dict[str, Any]:
     """flash-attn-4's forward, and with --backward its three backward kernels."""
     import quack.dsl  # noqa: F401  # patches CuTe tensor indexing on import
@@ -165,9 +172,7 @@ def attention(compiler: Compiler, options: argparse.Namespace) -> dict[str, Any]
     from flash_attn.cute import interface
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}[
-        options.dtype
-    ]
+    dtype = dtype_of(options.dtype)
     b, s, h, d = 1, options.seq, options.heads, options.dim
     kv = options.kv_heads or h
 
@@ -221,7 +226,7 @@ def mxfp8_gemm(compiler: Compiler, options: argparse.Namespace) -> dict[str, Any
     import torch
 
     torch.Tensor.is_cuda = property(lambda _: True)
-    from quack.gemm import gemm
+    from quack.gemm import gemm as quack_gemm
 
     m, n, k = options.shape
     torch.manual_seed(options.seed)
@@ -238,7 +243,7 @@ def mxfp8_gemm(compiler: Compiler, options: argparse.Namespace) -> dict[str, Any
 
     def run() -> dict[str, Any]:
         d = torch.empty(1, m, n, dtype=torch.float32)
-        gemm(
+        quack_gemm(
             a, b, d, None, None, options.tile[0], options.tile[1], options.cluster, 1,
             SFA=sfa, SFB=sfb, bs_format_a="mxfp8_e4m3", bs_format_b="mxfp8_e4m3",
         )  # fmt: skip
@@ -250,10 +255,38 @@ def mxfp8_gemm(compiler: Compiler, options: argparse.Namespace) -> dict[str, Any
     return {"same": same, "out": decibels(outputs["out"], wide_a @ wide_b.transpose(1, 2))}
 
 
+def gemm(compiler: Compiler, options: argparse.Namespace) -> dict[str, Any]:
+    """quack-kernels' dense GEMM, D = A @ B^T."""
+    import torch
+
+    torch.Tensor.is_cuda = property(lambda _: True)
+    from quack.gemm import gemm as quack_gemm
+
+    m, n, k = options.shape
+    torch.manual_seed(options.seed)
+    dtype = dtype_of(options.dtype)
+    a, b = (torch.randn(1, rows, k).to(dtype) for rows in (m, n))
+
+    def run() -> dict[str, Any]:
+        d = torch.empty(1, m, n, dtype=torch.float32)
+        quack_gemm(a, b, d, None, None, *options.tile, options.cluster, 1)
+        return {"out": d}
+
+    outputs, same = under_all(compiler, run)
+    if options.mutants:
+        return plant(compiler, run, outputs, options.mutants)
+    if options.save:
+        torch.save({"a": a, "b": b} | outputs, options.save)
+    return {
+        "same": same,
+        "out": decibels(outputs["out"], a.double() @ b.double().transpose(1, 2)),
+    }
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m ptx.known")
     parser.add_argument("arch", choices=sorted(SMS))
-    parser.add_argument("kernel", choices=("attention", "mxfp8_gemm"))
+    parser.add_argument("kernel", choices=("attention", "gemm", "mxfp8_gemm"))
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp8"))
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--seq", type=int, default=256)
@@ -277,7 +310,7 @@ def main(arguments: list[str] | None = None) -> None:
     _prepare(options.arch)
     one = Schedule(options.timing, options.order, options.seed)
     compiler = Compiler(options.arch, ADVERSARIAL if options.adversarial else (one,))
-    kernel = {"attention": attention, "mxfp8_gemm": mxfp8_gemm}[options.kernel]
+    kernel = {"attention": attention, "gemm": gemm, "mxfp8_gemm": mxfp8_gemm}[options.kernel]
     report = kernel(compiler, options)
     print(json.dumps(report | compiler.report()))
 

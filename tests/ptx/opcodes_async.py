@@ -154,17 +154,29 @@ def _t5_relinquish(self: Lowering, mods: list[str], operands: tuple[Operand, ...
 @family("tcgen05.ld", "tcgen05.st")
 def _t5_transfer(self: Lowering, mods: list[str], operands: tuple[Operand, ...]) -> Encoded:
     mods = list(mods)
+    reduces = take(mods, ("red",)) > 0
+    flags = FLAG["ALIGNED"] | take(mods, {"abs": FLAG["ABS"], "NaN": FLAG["NAN"]})
+    operation = take(mods, {"min": 1, "max": 2})
+    kind = mods.pop() if reduces else "b32"
     take(mods, ("sync", "aligned", "b32"))
     shape, count = mods
     load = self.instruction.opcode.startswith("tcgen05.ld")
-    vector, address = operands if load else operands[::-1]
+    reduced: list[int] = []
+    if reduces:
+        if shape != "32x32b" or not operation or kind not in ("f32", "u32", "s32"):
+            raise ValueError(f"a reducing load of {shape}, {kind}")
+        vector, register, address = operands
+        reduced = [self.destination(register)]
+    else:
+        vector, address = operands if load else operands[::-1]
     items = vector.items if isinstance(vector, Vector) else (vector,)
     per = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4}[shape]
     if len(items) != per * int(count[1:]):
         raise ValueError(f"{len(items)} registers")
     slots = [self.optional(i) if load else self.source(i, 4) for i in items]
-    args = [TABLES["ld"][shape], len(items), *self.address(address), *slots]
-    return Encoded("T5_LD" if load else "T5_ST", args, flags=FLAG["ALIGNED"])
+    args = [TABLES["ld"][shape], len(items), *self.address(address), *slots, *reduced]
+    name = "T5_LD" if load else "T5_ST"
+    return Encoded(name, args, TYPE[kind.upper()], sub=operation, flags=flags)
 
 
 @family("tcgen05.wait::ld")

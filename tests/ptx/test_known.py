@@ -57,6 +57,7 @@ ATTENTION = [
     ("sm_100a", "--dim 128 --seq 300 --heads 4 --kv-heads 2 --causal --backward"),
     ("sm_100a", "--dim 128 --seq 384 --causal --dtype fp8"),
     ("sm_100a", "--dim 128 --seq 256 --dtype fp8"),
+    ("sm_103a", "--dim 128 --seq 256 --causal"),
     ("sm_90a", "--dim 128 --seq 256 --backward"),
     ("sm_90a", "--dim 64 --seq 200 --causal --backward"),
 ]
@@ -70,6 +71,20 @@ def test_flash_attention_4(arch: str, options: str) -> None:
     assert sorted(result["same"]) == sorted(outputs)
     assert result["lse"] < 1e-4
     assert all(result[name] > least for name in outputs if name != "lse"), result
+
+
+@pytest.mark.parametrize(
+    ("arch", "options"),
+    [
+        ("sm_90a", "--dtype bf16"),
+        ("sm_90a", "--dtype fp8 --shape 384 256 320 --cluster 2"),
+        ("sm_100a", "--dtype bf16 --shape 512 384 192 --tile 256 128 --cluster 2"),
+        ("sm_100a", "--dtype fp8 --shape 200 136 272"),
+    ],
+)
+def test_dense_gemm(arch: str, options: str) -> None:
+    result = known(arch, "gemm", "--adversarial", *options.split())
+    assert result["same"] == ["out"] and result["out"] > FP32
 
 
 @pytest.mark.parametrize(

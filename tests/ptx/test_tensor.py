@@ -398,6 +398,30 @@ def test_mma_faults(broken: str, instead: str, kinds: tuple[str, ...]) -> None:
         assert caught.value.kind in kinds, caught.value
 
 
+@schedules
+def test_a_load_that_reduces(schedule: Schedule) -> None:
+    """tcgen05.ld.red: the maximum of each lane's columns, beside the columns."""
+    out = np.zeros((2, 32), np.float32)
+    values_in = RNG.standard_normal((32, 4)).astype(np.float32)
+    values_in[3, 1] = np.nan
+    body = """
+  mov.b32 %r1, smem; mov.u32 %r0, %tid.x;
+  tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32; ld.shared.b32 %r2, [%r1];
+  mul.wide.u32 %d0, %r0, 16; add.u64 %d0, %d0, data; ld.global.v4.b32 {%r4, %r5, %r6, %r7}, [%d0];
+  tcgen05.st.sync.aligned.32x32b.x4.b32 [%r2], {%r4, %r5, %r6, %r7};
+  tcgen05.wait::st.sync.aligned;
+  tcgen05.ld.red.sync.aligned.32x32b.x4.max.f32 {%r8, %r9, %r10, %r11}, %r12, [%r2];
+  tcgen05.ld.red.sync.aligned.32x32b.x4.min.abs.f32 {%r8, %r9, %r10, %r11}, %r13, [%r2];
+  mul.wide.u32 %d1, %r0, 4; add.u64 %d1, %d1, out;
+  st.global.b32 [%d1], %r12; st.global.b32 [%d1+128], %r13;
+  tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, 32;
+"""
+    arrays = {"data": values_in, "out": out}
+    execute(body, arrays, shared=SHARED, dynamic_shared=64, schedule=schedule)
+    assert np.array_equal(out[0], np.nanmax(values_in, axis=1))
+    assert np.array_equal(out[1], np.nanmin(np.abs(values_in), axis=1))
+
+
 def test_a_missing_wait_st_is_found() -> None:
     (_, xb), (_, yb) = values(128, 64, "bf16"), values(64, 64, "bf16")
     a, b, word = [operand(xb, True, 3)], [operand(yb, True, 3)], instruction(128, 64, 1, 1)

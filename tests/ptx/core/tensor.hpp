@@ -74,6 +74,18 @@ struct TensorTransfer : AsyncOp {
 };
 
 struct TensorLoad : TensorTransfer {
+  int reduction = 0, type = T_B32, flags = 0, reduced = -1;  // tcgen05.ld.red
+
+  u32 combine(u32 a, u32 b) const {
+    if (type == T_F32) {
+      const bool nan = flags & F_NAN;
+      const float x = as_float(a), y = as_float(b);
+      return as_bits(reduction == 1 ? minimum(x, y, nan) : maximum(x, y, nan));
+    }
+    const bool less = type == T_S32 ? static_cast<i32>(a) < static_cast<i32>(b) : a < b;
+    return less == (reduction == 1) ? a : b;
+  }
+
   bool step() override {
     check_lanes();
     TensorMemory& t = *w->cta->tensor;
@@ -84,7 +96,12 @@ struct TensorLoad : TensorTransfer {
         const auto [row, col] = tensor_cell(shape, l, i);
         const u32 x = t.get(first() + row, column + col, "tcgen05.ld");
         if (slots[static_cast<size_t>(i)] >= 0) w->r32(slots[static_cast<size_t>(i)])[l] = x;
+        if (reduction == 0) continue;
+        const u32 part = flags & F_ABS ? x & 0x7FFFFFFF : x;
+        u32& r = w->r32(reduced)[l];
+        r = i == 0 ? part : combine(r, part);
       }
+    if (reduction) slots.push_back(reduced);
     for (const int s : slots)
       if (s >= 0 && w->busy[static_cast<size_t>(s)]) {
         w->busy[static_cast<size_t>(s)] = kFree;
@@ -408,10 +425,20 @@ inline void execute_tensor(Machine& m, Warp& w, const Insn& i, u32 mask) {
       const u32 a = address(2);
       const bool load = i.op == T5_LD;
       std::unique_ptr<TensorTransfer> op;
-      if (load)
-        op = std::make_unique<TensorLoad>();
-      else
+      if (load) {
+        auto read = std::make_unique<TensorLoad>();
+        read->reduction = i.sub;
+        read->type = i.type;
+        read->flags = i.flags;
+        if (i.sub) {
+          read->reduced = i.a[4 + i.a[1]];
+          w.busy[static_cast<size_t>(read->reduced)] = kLoadTarget;
+          ++w.busy_count;
+        }
+        op = std::move(read);
+      } else {
         op = std::make_unique<TensorStore>();
+      }
       op->m = &m;
       op->w = &w;
       op->shape = i.a[0];
