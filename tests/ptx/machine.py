@@ -9,6 +9,7 @@ with
 from __future__ import annotations
 
 import ctypes
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -304,6 +305,9 @@ def run(
         raise RuntimeError("machine.py and the PTX core disagree on their structures")
     if failed:
         message = report.message.decode(errors="replace")
+        issuer = re.search(r"by what line (\d+) issued$", message)
+        if issuer and int(issuer[1]):
+            message += f": {program.lines[int(issuer[1]) - 1].strip()!r}"
         if report.line:
             place = f"CTA {report.cta} of its cluster, warp {report.warp}, line {report.line}"
             place += f" {program.lines[report.line - 1].strip()!r}"

@@ -217,6 +217,16 @@ def test_out_of_bounds_elements_are_zero(at: list[int]) -> None:
     assert np.array_equal(got, window(array, [16, 8], at).reshape(-1).view(np.uint8))
 
 
+def test_faults_of_an_operation_name_the_line_that_issued_it() -> None:
+    """A copy from freed memory faults when it reads, long after it was issued."""
+    body = BULK.replace("[source], 256", "[source+4096], 256")
+    with pytest.raises(ExecutionError) as caught:
+        arrays = {"source": np.zeros(64, np.float32), "target": np.zeros(64, np.float32)}
+        execute(body, arrays, shared=SHARED, dynamic_shared=512)
+    assert caught.value.kind == "bounds"
+    assert "issued: 'cp.async.bulk.shared::cluster.global" in str(caught.value)
+
+
 def test_out_of_bounds_fill_of_nan() -> None:
     array = RNG.standard_normal((4, 8)).astype(np.float32)
     got = load("f32", array, [8, 8], [4, 0], fill_nan=True).view(np.float32).reshape(8, 8)

@@ -60,6 +60,8 @@ ATTENTION = [
     ("sm_103a", "--dim 128 --seq 256 --causal"),
     ("sm_90a", "--dim 128 --seq 256 --backward"),
     ("sm_90a", "--dim 64 --seq 200 --causal --backward"),
+    ("sm_90a", "--dim 96 --seq 192 --causal --backward"),
+    ("sm_100a", "--dim 256 --seq 256"),
 ]
 
 

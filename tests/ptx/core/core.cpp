@@ -30,7 +30,7 @@ class Scheduler {
     const int per_cta = static_cast<int>((threads + kWarpSize - 1) / kWarpSize);
     const int ctas = static_cast<int>(l.cluster[0] * l.cluster[1] * l.cluster[2]);
     cluster.agents = std::make_unique<Agents>(per_cta * ctas, ctas, per_cta);
-    cluster.engine = std::make_unique<Engine>(l.timing, m_.random);
+    cluster.engine = std::make_unique<Engine>(l.timing, m_.random, where_.line);
     for (int rank = 0; rank < ctas; ++rank) {
       auto cta = std::make_unique<Cta>();
       cta->cluster = &cluster;

@@ -82,6 +82,7 @@ class Random {  // splitmix64
 
 // An asynchronous operation. step() does the next part of it; true when there is none left.
 struct AsyncOp {
+  int line = 0;  // of the instruction that issued it
   virtual ~AsyncOp() = default;
   virtual bool step() = 0;
   virtual std::string describe() const = 0;
@@ -94,11 +95,14 @@ struct Queue {
 
 class Engine {
  public:
-  Engine(Timing timing, Random& random) : timing_(timing), random_(random) {}
+  // `line` is that of the instruction under way.
+  Engine(Timing timing, Random& random, const int& line)
+      : timing_(timing), random_(random), line_(line) {}
 
   // Adds to `queue`, or to a queue of its own.
   void add(std::unique_ptr<AsyncOp> op, std::shared_ptr<Queue> queue = nullptr) {
     if (!queue) queue = std::make_shared<Queue>();
+    op->line = line_;
     queue->ops.push_back(std::move(op));
     if (std::find(queues_.begin(), queues_.end(), queue) == queues_.end()) queues_.push_back(queue);
     if (timing_ == Timing::Early) drain(queue);
@@ -107,7 +111,13 @@ class Engine {
     while (!queue->ops.empty()) advance(*queue);
   }
   static void advance(Queue& queue) {
-    if (queue.ops.front()->step()) queue.ops.pop_front();
+    AsyncOp& op = *queue.ops.front();
+    try {
+      if (op.step()) queue.ops.pop_front();
+    } catch (const Fault& f) {
+      throw Fault(f.kind, std::string(f.what()) + "\n  by what line " + std::to_string(op.line) +
+                              " issued");
+    }
   }
   // One step of some operation; false when there is none.
   bool advance_any() {
@@ -136,6 +146,7 @@ class Engine {
   }
   Timing timing_;
   Random& random_;
+  const int& line_;
   std::vector<std::shared_ptr<Queue>> queues_;
 };
 

@@ -105,8 +105,9 @@ struct Matrix {
   }
 };
 
+// Rows [first, first + rows); `first` is a multiple of 16.
 inline Matrix load_operand(SharedMemory& shared, u64 descriptor, bool sm100, bool k_major, int type,
-                           int rows, const Access& by) {
+                           int rows, const Access& by, int first = 0) {
   const Descriptor d = decode_descriptor(descriptor, sm100);
   const int bytes = element_bytes(type), per_chunk = 16 / bytes, depth = 32 / bytes;
   Matrix m(rows, depth);
@@ -115,9 +116,11 @@ inline Matrix load_operand(SharedMemory& shared, u64 descriptor, bool sm100, boo
   for (int line = 0; line < lines; ++line)
     for (int chunk = 0; chunk < chunks + partial; ++chunk) {
       const int n = partial && chunk == chunks ? rows % per_chunk : per_chunk;
-      const u8* p =
-          shared.read(chunk_address(d, k_major, static_cast<u32>(line), static_cast<u32>(chunk)),
-                      static_cast<u32>(n * bytes), by);
+      const int at_line = line + (k_major ? first : 0);
+      const int at_chunk = chunk + (k_major ? 0 : first / per_chunk);
+      const u8* p = shared.read(
+          chunk_address(d, k_major, static_cast<u32>(at_line), static_cast<u32>(at_chunk)),
+          static_cast<u32>(n * bytes), by);
       for (int e = 0; e < n; ++e) {
         u32 bits = 0;
         std::memcpy(&bits, p + e * bytes, static_cast<size_t>(bytes));

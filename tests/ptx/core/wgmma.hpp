@@ -37,11 +37,9 @@ struct Wgmma : AsyncOp {
           x.set(row, k, bits & (bytes == 4 ? kAllLanes : (1u << (8 * bytes)) - 1), type_a);
         }
     } else {
-      // Rows base .. base+15 of the 64-row operand.
-      Matrix all = load_operand(*w->cta->shared, a, false, !mn_a, type_a, 64, by);
-      std::copy_n(all.x.begin() + static_cast<long>(base * depth), 16 * depth, x.x.begin());
-      std::copy_n(all.exponent.begin() + static_cast<long>(base * depth), 16 * depth,
-                  x.exponent.begin());
+      // Only this warp's rows: kernels may order the others' with a bar.warp.sync (FlashAttention
+      // does, for P). The manual treats the four warps as one.
+      x = load_operand(*w->cta->shared, a, false, !mn_a, type_a, 16, by, base);
     }
     if (w->index % 4 == 0) {  // once for the four warps that share it
       m->work["wgmma N" + std::to_string(n) + " K" + std::to_string(depth) +
