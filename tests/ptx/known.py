@@ -100,9 +100,16 @@ class Compiler:
 
         return call
 
-    def report(self) -> dict[str, Any]:
+    def report(self, counts: bool) -> dict[str, Any]:
         results = [r for k in self.kernels for r in k.results]
-        return {
+        counted = {
+            "counts": {
+                next(iter(k.module.kernels))[:80]: k.results[-1].by_opcode | k.results[-1].work
+                for k in self.kernels
+                if k.results
+            }
+        }
+        return (counted if counts else {}) | {
             "steps": [r.steps for r in results],
             "seconds": round(self.seconds, 2),
             "remarks": sorted({text for r in results for text in r.remarks}),
@@ -303,6 +310,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sms", type=int, default=0, help="few: a persistent CTA gets many tiles")
     parser.add_argument("--mutants", type=int, default=0, help="plant so many faults of a kind")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--counts", action="store_true", help="executed opcodes and unit work")
     parser.add_argument("--save")
     options = parser.parse_args(arguments)
     if options.sms:
@@ -312,7 +320,7 @@ def main(arguments: list[str] | None = None) -> None:
     compiler = Compiler(options.arch, ADVERSARIAL if options.adversarial else (one,))
     kernel = {"attention": attention, "gemm": gemm, "mxfp8_gemm": mxfp8_gemm}[options.kernel]
     report = kernel(compiler, options)
-    print(json.dumps(report | compiler.report()))
+    print(json.dumps(report | compiler.report(options.counts)))
 
 
 if __name__ == "__main__":

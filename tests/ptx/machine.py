@@ -178,7 +178,7 @@ class Memory:
 
     def empty(self, shape: tuple[int, ...] | int, dtype: Any, name: str) -> np.ndarray:
         """A new 256-byte aligned array that holds nothing yet."""
-        array = aligned(shape, dtype)
+        array: np.ndarray = aligned(shape, dtype)
         array.view(np.uint8).fill(0xFF)
         self.add(array, name, initialised=False)
         return array

@@ -238,6 +238,7 @@ struct SharedStore : AsyncOp {
   int agent;
   u32 epoch;
   int type, operation;  // Reduction, R_NONE for a plain store
+  bool counted;  // in Machine::work: one of the lanes that issued it with the same instruction
   std::shared_ptr<bool> has_read = std::make_shared<bool>(false);
   std::vector<u8> data;
   struct Run {
@@ -260,7 +261,8 @@ struct SharedStore : AsyncOp {
       *has_read = true;
       return false;
     }
-    m->work[operation == R_NONE ? "bulk store bytes" : "bulk reduction bytes"] += data.size();
+    if (counted)
+      m->work[operation == R_NONE ? "bulk store bytes" : "bulk reduction bytes"] += data.size();
     const u8* p = data.data();
     const int size = type == T_F64 || type == T_U64 || type == T_S64 ? 8
                      : type == T_F16 || type == T_BF16               ? 2
@@ -420,7 +422,8 @@ inline void issue_load(Machine& m, Warp& w, std::unique_ptr<SharedLoad> op, u32 
   m.cluster->engine->add(std::move(op));
 }
 
-inline void issue_store(Machine& m, Warp& w, int lane, std::unique_ptr<SharedStore> op) {
+inline void issue_store(Machine& m, Warp& w, u32 mask, int lane, std::unique_ptr<SharedStore> op) {
+  op->counted = lane == __builtin_ctz(mask);
   op->m = &m;
   op->source = w.cta;
   op->knows = publish(w);
@@ -501,7 +504,7 @@ inline void execute_bulk(Machine& m, Warp& w, const Insn& i, u32 mask) {
         op->offset = from & kOffsetMask;
         op->type = i.type;
         op->operation = i.sub;
-        issue_store(m, w, l, std::move(op));
+        issue_store(m, w, mask, l, std::move(op));
         return;
       }
       case TMA_LOAD: {
@@ -559,7 +562,7 @@ inline void execute_bulk(Machine& m, Warp& w, const Insn& i, u32 mask) {
         op->offset = from & kOffsetMask;
         op->type = op->map.type;
         op->operation = i.sub;
-        issue_store(m, w, l, std::move(op));
+        issue_store(m, w, mask, l, std::move(op));
         return;
       }
       case BULK_COMMIT: {
