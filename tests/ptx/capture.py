@@ -150,13 +150,21 @@ class Captured:
         return found, tensors
 
     def __call__(
-        self, *args: Any, schedule: Schedule | None = None, memory: Memory | None = None
+        self,
+        *args: Any,
+        schedule: Schedule | None = None,
+        memory: Memory | None = None,
+        strict: bool = False,
+        truncate: bool = False,
     ) -> None:
+        """Capture and execute; the keywords are those of `machine.run`."""
         launches, tensors = self.launches(*args)
         if memory is None:
             memory = memory_of(tensors)
         for name, launch in launches:
-            self.results.append(run(self.program(name), launch, memory, schedule))
+            program = self.program(name)
+            result = run(program, launch, memory, schedule, strict=strict, truncate=truncate)
+            self.results.append(result)
 
 
 def memory_of(tensors: Iterable[torch.Tensor]) -> Memory:

@@ -72,10 +72,11 @@ def _prepare(arch: str) -> None:
 class Compiler:
     """Stands in for `cute.compile`; its kernels run as `schedule` says."""
 
-    def __init__(self, arch: str, schedules: Sequence[Schedule]) -> None:
+    def __init__(self, arch: str, schedules: Sequence[Schedule], truncate: bool = False) -> None:
         import cutlass.cute as cute
 
         self.arch = arch
+        self.truncate = truncate
         self.schedules = tuple(schedules)
         self.schedule = self.schedules[0]
         self.kernels: list[Any] = []
@@ -95,7 +96,7 @@ class Compiler:
 
         def call(*values: Any) -> None:
             start = time.perf_counter()
-            captured(*values, schedule=self.schedule)
+            captured(*values, schedule=self.schedule, truncate=self.truncate)
             self.seconds += time.perf_counter() - start
 
         return call
@@ -311,13 +312,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--mutants", type=int, default=0, help="plant so many faults of a kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--counts", action="store_true", help="executed opcodes and unit work")
+    parser.add_argument("--truncate", action="store_true", help="numerics nearer to hardware's")
     parser.add_argument("--save")
     options = parser.parse_args(arguments)
     if options.sms:
         SMS[options.arch] = options.sms
     _prepare(options.arch)
     one = Schedule(options.timing, options.order, options.seed)
-    compiler = Compiler(options.arch, ADVERSARIAL if options.adversarial else (one,))
+    compiler = Compiler(
+        options.arch, ADVERSARIAL if options.adversarial else (one,), options.truncate
+    )
     kernel = {"attention": attention, "gemm": gemm, "mxfp8_gemm": mxfp8_gemm}[options.kernel]
     report = kernel(compiler, options)
     print(json.dumps(report | compiler.report(options.counts)))

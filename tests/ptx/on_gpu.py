@@ -1,7 +1,7 @@
 """Compare saved executions with the same kernels on a GPU: how many bits agree.
 
-    python -m ptx.known sm_90a attention --dim 128 --causal --backward --save fa4.pt     # anywhere
-    python on_gpu.py fa4.pt --causal                                     # on an H100 or H200
+    python -m ptx.known sm_90a attention --dim 128 --causal --backward --truncate --save fa4.pt
+    python on_gpu.py fa4.pt --causal         # on an H100 or H200; the line above runs anywhere
 
 Needs torch with CUDA, flash-attn-4 and the CuTe DSL; nothing of this repository. For each output it
 prints the share of identical elements and the largest difference in units of the last place.
