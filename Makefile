@@ -22,7 +22,7 @@ run: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES) launch/ring.py $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
