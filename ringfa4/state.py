@@ -26,6 +26,13 @@ from torch import Tensor
 from ringfa4.fused import fused
 from ringfa4.wire import Geometry, PlainShard, RecordMap, gradient_wire
 
+# MKL chooses a function's kernel in its first call; when threads make that call at once, one of
+# them may compute its part at low precision and nobody is told (pytorch issue 188792, oneMKL
+# 2024.2). So exp and log of the state are called once, on one element, before any thread can.
+for _dtype in (torch.float32, torch.float64):
+    torch.log(torch.exp(torch.ones(1, dtype=_dtype)))
+del _dtype
+
 
 class Written:
     """Which rows of each batch row have been assigned: sorted, disjoint, half-open intervals."""
