@@ -1,9 +1,8 @@
 """The control channel of a process group: small messages before every call, and failures.
 
-gather    every rank sends its message to every other one: one hop, and whoever is missing is known
-by name report    the n-th failure of the group goes to the group's store as  failure/<n> =
-"<rank>:<reason>" failure   looks for failure/1, which is the first in time; a rank does not count
-its own
+    gather     every rank sends its message to every other one: one hop, and who is missing is known
+    report     the n-th failure goes to the group's store as failure/<n> = "<rank>:<reason>"
+    failure    looks for failure/1, the first in time; a rank does not count its own
 
 The store is asked whether a key exists and never waited for, because its client is shared and
 blocks everybody while one thread waits. When the store is gone nothing can be learnt from it:

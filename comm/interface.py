@@ -6,9 +6,9 @@ every rank makes every call on it in the same order, also when it has no work.
 
 One call (forward or backward of one attention) is one :class:`Exchange`:
 
+    control.gather(header)             ranks agree (ringfa4.context does this)
     ex = transport.open(schedule)      outbox of this call's parity is free to write
     encode into ex.outbox()
-    control.gather(header)             ranks agree (ringfa4.context does this)
     ex.publish()                       after this, peers may read the outbox
     for t in 1 .. steps-1:             every rank, every t, in order
         h = ex.fetch(t)                starts reading; at most two fetches are live

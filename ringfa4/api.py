@@ -2,8 +2,8 @@
 
     cp = ContextParallel(seq_len=1 << 20, mask="causal")        # on the default group, once
     q, k, v = (cp.shard(x, dim=1) for x in (q, k, v))           # this rank's tokens
-    out = cp.attention(q, k, v)                                 # exact attention over all ranks'
-    keys whole = cp.unshard(out, dim=1)
+    out = cp.attention(q, k, v)                                 # exact, over all ranks' keys
+    whole = cp.unshard(out, dim=1)
 
 All of it is collective: every rank makes the same calls in the same order. Shapes (b, s, h, d); lse
 (b, h, s) fp32, natural log. Bad input is a ValueError with the values, alike on every rank, and

@@ -1,17 +1,18 @@
 """The ring: one loop each way over the steps of a plan.
 
-forward, rank r:    state <- merge over t of kernel( Q_r, K/V of owner (r - t) % P );   out, lse =
-finalise(state, sink) backward, rank r:   dQ_r <- sum over t;   dK/dV of step t go to the owner,
-which adds them in plan order
+    forward, rank r     state <- merge over steps t of kernel(Q_r, K/V of owner (r - t) % P)
+                        out, lse = finalise(state, sink)
+    backward, rank r    dQ_r <- sum over steps t
+                        dK/dV of step t go to the owner, who adds them in plan order
 
 The transfer of step t + 1 runs while step t computes; dK/dV of step t travel while step t + 1
 computes. Neither autograd nor torch.distributed is used here: kernels compute, transports move,
 this module only orders them. The order of every sum is fixed by the plan, so results repeat to the
 bit.
 
-A sink is merged once, at the end, by every rank for its own rows; dsink = -sum exp(sink - lse) *
-delta is summed over ranks once. Shapes: q (b, sq, heads_q, dk), k (b, sk, heads_kv, dk), v (b, sk,
-heads_kv, dv), lse (b, heads_q, sq).
+A sink is merged once, at the end, by every rank for its own rows; its gradient,
+-sum exp(sink - lse) * delta, is summed over ranks once. Shapes: q (b, sq, heads_q, dk),
+k (b, sk, heads_kv, dk), v (b, sk, heads_kv, dv), lse (b, heads_q, sq).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """From a plan to the data movement of one rank: records become byte spans.
 
-    receive(t) = spans of step(rank, t).ranges in the source's outbox
-    send(t)    = spans of step(reader, t).ranges in the own outbox,   reader = the rank that reads
-    from us in step t grad_out   = fp32 records of the same ranges, to the owner;   grad_in = what
-    the reader of step t returns to us
+    receive     spans of step(rank, t).ranges in the owner's outbox
+    send        spans of step(reader, t).ranges in the own outbox, for who reads it in step t
+    grad_out    fp32 records of step(rank, t).ranges, to the owner
+    grad_in     fp32 records of step(reader, t).ranges, from the reader
 
 Contribution numbers count, per owner, the steps in which somebody has dK/dV for it.
 """
