@@ -414,7 +414,7 @@ class TransportContract:
     :meth:`run_reopen`."""
 
     many_calls = 200
-    late_s = 0.5
+    late_s = 2.0
     """Timeout of the tests in which a rank is late."""
 
     def run(self, world: int, body: Callable[..., Any], **kwargs: Any) -> list[Any]:
