@@ -20,13 +20,13 @@ such library kernel with lse; the reference kernel takes them), softcap.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ringfa4.kernels.interface import KernelSpec
-from ringfa4.kernels.native import NativeKernel, Rows, aligned, masks_pairs, window
+from ringfa4.kernels.native import NativeKernel, Rows, masks_pairs, padded, window
 from ringfa4.kernels.pieces import is_causal, pieces
 from ringfa4.mask import Band
 
@@ -68,17 +68,20 @@ class CudaAtenKernel(NativeKernel):
     def cut(self, band: Band) -> Iterator[Band]:
         """Bands without a lower bound as rectangles and causal squares, which cuDNN can take.
 
-        Flash takes a window that reaches as many keys to the right as there are for one without
-        bound, which is wrong with more rows than keys: rows that see the last key are split off.
+        Flash takes an unbounded side of a window, and one that reaches at least as many keys as
+        there are, for one that reaches exactly as many. To the right that is too few when there are
+        more rows than keys: then rows are parted where they begin to see the last key and where
+        they cease to see the first. A part has no more rows than keys, or no window.
         """
         if band.lo is not None:
             _, right = window(band)
-            if right is None or right < band.k1:
+            reach = band.k1 if right is None else right
+            last = 0 if band.hi is None else band.k1 - 1 - band.hi  # the first row that sees it
+            if reach < band.k1 or (band.hi is None and band.q1 <= band.k1 + 1):
                 yield band
                 return
-            assert band.hi is not None
-            last = band.k1 - 1 - band.hi  # the first row that sees the last key
-            for q0, q1 in ((0, last), (last, band.q1)):
+            edges = sorted({0, last, min(1 - band.lo, band.q1), band.q1})
+            for q0, q1 in pairwise(edges):
                 part = band.within(q0, q1, 0, band.k1)
                 if part is not None:
                     yield part
@@ -108,7 +111,7 @@ class CudaAtenKernel(NativeKernel):
         width = max(k.shape[-1], v.shape[-1])
         left, right = window(box)
         out, lse, *_ = _flash_forward(
-            *(_padded(x, width) for x in (q, k, v)),
+            *(padded(x, width) for x in (q, k, v)),
             None,
             None,
             box.q1,
@@ -132,7 +135,7 @@ class CudaAtenKernel(NativeKernel):
         if rows.dlse is None:
             return dq, dk, dv
         # rowsum(out * dout) = -dlse and dP = dout V^T = 0, so the dS of this call is P * dlse.
-        parts = _padded(_summands(rows.dlse, k.dtype).transpose(1, 2), k.shape[-1])
+        parts = padded(_summands(rows.dlse, k.dtype).transpose(1, 2), k.shape[-1])
         only = Rows(rows.q, torch.full_like(parts, -1), parts, rows.lse, None)
         more_dq, more_dk, _ = _differentiate_flash(box, scale, only, k, torch.zeros_like(k))
         wide = torch.float32
@@ -156,8 +159,8 @@ def _differentiate_flash(
     left, right = window(box)
     unused = torch.zeros(2, dtype=torch.uint64, device=k.device)  # the state of dropout
     dq, dk, dv = _flash_backward(
-        _padded(rows.dout, width),
-        *(_padded(x, width) for x in (rows.q, k, v, rows.out)),
+        padded(rows.dout, width),
+        *(padded(x, width) for x in (rows.q, k, v, rows.out)),
         rows.lse,
         None,
         None,
@@ -207,9 +210,3 @@ def _summands(x: Tensor, dtype: torch.dtype) -> Tensor:
         parts.append(rest.to(dtype))
         rest = rest - parts[-1].to(torch.float32)
     return torch.stack(parts, -1)
-
-
-def _padded(x: Tensor, width: int) -> Tensor:
-    """(..., width), zeros after what x has."""
-    missing = width - x.shape[-1]
-    return functional.pad(x, (0, missing)) if missing else aligned(x)

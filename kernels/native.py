@@ -40,6 +40,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ringfa4.fused import fused
 from ringfa4.kernels.interface import BlockKernel, Queries
@@ -353,3 +354,9 @@ def aligned(x: Tensor) -> Tensor:
     step = 16 // x.element_size()
     fits = x.stride(-1) == 1 and not any(s % step for s in x.stride()[:-1])
     return x if fits and x.data_ptr() % 16 == 0 else x.contiguous()
+
+
+def padded(x: Tensor, width: int) -> Tensor:
+    """(..., width) whose rows can be read 16 bytes at a time: zeros follow what x has."""
+    missing = width - x.shape[-1]
+    return functional.pad(x, (0, missing)) if missing else aligned(x)
