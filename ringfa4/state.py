@@ -17,6 +17,7 @@ come in whole ranges of rows; the same holds for gradients (:class:`Grads`).
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -45,11 +46,11 @@ class Written:
         pieces: list[tuple[int, int, bool]] = []
         if start >= stop:
             return pieces
-        at, low, high, others = start, start, stop, []
-        for a, b in self._rows[batch]:
-            if b < start or a > stop:
-                others.append((a, b))
-                continue
+        rows = self._rows[batch]
+        first = bisect_left(rows, start, key=lambda span: span[1])
+        last = bisect_right(rows, stop, key=lambda span: span[0])
+        at, low, high = start, start, stop
+        for a, b in rows[first:last]:
             low, high = min(low, a), max(high, b)  # they overlap or touch: one interval now
             a, b = max(a, start), min(b, stop)
             if at < a:
@@ -59,7 +60,7 @@ class Written:
             at = b
         if at < stop:
             pieces.append((at, stop, False))
-        self._rows[batch] = sorted([*others, (low, high)])
+        rows[first:last] = [(low, high)]
         return pieces
 
     def gaps(self, batch: int, start: int, stop: int) -> list[tuple[int, int]]:
