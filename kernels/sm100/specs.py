@@ -1,0 +1,95 @@
+"""What of the SM100 kernel is fixed at compile time, how it is called, and where it keeps what.
+
+    S = Q K^T,   P = 2^(S scale log2 e - reference),   O = P V:  both products block-scaled E4M3
+
+Tables, int32, one line for each item and segment (:mod:`ringfa4.kernels.sm100.worklist`):
+
+    items     batch, q_record, tiles, row, first, rows, seg0, seg1
+    segments  record, q0, q1, k0, k1, lo, hi, 0
+
+Q records lie as those of K do: [b][heads_q][128 rows][dk] payload, [b][heads_q][n(dk)] scale atoms
+along d, each chunk from a new record on.
+
+Nothing of the DSL is imported here, so that hosts read it without the DSL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+ROWS = 128
+"""Queries of a tile and keys of a record: M of both products, N of the first."""
+
+ATOM = 512
+"""Bytes of 128 rows x 4 scales."""
+
+ITEM_WORDS = SEGMENT_WORDS = 8
+
+LEAVE, WRITE, MERGE = 0, 1, 2
+"""Modes of a row of the state: untouched, written (not read), merged into."""
+
+SHARED_LIMIT = 227 * 1024
+"""Dynamic shared memory that a thread block can have on SM100."""
+
+
+@dataclass(frozen=True)
+class ForwardSpec:
+    """``dk`` 64, 128 or 192, ``dv`` 64 or 128; ``emulated``: how many of each 32 exponentials are
+    polynomials on the FMA units, an even number.
+
+    ``SIGNATURE`` of the host function, "q" 64-bit, "i" 32-bit integers, "f" fp32:
+
+        q_records q       address, 128-byte aligned          acc q, max q, sum q   state addresses
+        q_record_bytes q  of one record                      acc_b q, acc_s q      strides of acc
+        q_payload q       offset in a record                 row_b q, row_h q      of max and sum
+        q_scales q        offset in a record                 items q, segments q   table addresses
+        n_q_records i                                        modes q               uint8, address
+        kv_records q      address, 128-byte aligned          modes_row q           stride of a batch
+        kv_record_bytes q                                    n_items i
+        k_payload q, v_payload q, k_scales q, v_scales q     scale f               of the logits
+        n_kv_records i                                       ctas i                thread blocks
+        batch i, heads_q i, heads_kv i
+
+    in the left column's order, then the right's. Strides are bytes; acc is (b, s, heads_q, dv) with
+    heads contiguous, max and sum (b, heads_q, s) with s contiguous, modes (b, s). The device
+    function takes three tensor maps (Q, K, V), then what it needs of these. Block (THREADS, 1, 1),
+    grid (ctas, 1, 1): work w = item * heads_q + head goes to thread block w % ctas.
+    """
+
+    SIGNATURE: ClassVar[str] = "qqqqiqqqqqqiiiiqqqqqqqqqqqifi"
+    THREADS: ClassVar[int] = 512
+
+    dk: int
+    dv: int
+    emulated: int
+
+    def __post_init__(self) -> None:
+        reason = self.refusal(self.dk, self.dv)
+        assert reason is None, reason
+        assert 0 <= self.emulated <= 32 and self.emulated % 2 == 0, self.emulated
+
+    @staticmethod
+    def refusal(dk: int, dv: int) -> str | None:
+        """Why there is no kernel for these head dimensions, or None."""
+        if dk in (64, 128, 192) and dv in (64, 128):
+            return None
+        return (
+            f"{dk=}, {dv=}: keys may have 64, 128 or 192 dimensions and values 64 or 128, since "
+            "two 128-row tiles of logits and of outputs share 512 columns of tensor memory"
+        )
+
+    @property
+    def span(self) -> int:
+        """Bytes of a swizzled row of Q and K in shared memory; dk / span boxes make a tile."""
+        return 128 if self.dk % 128 == 0 else 64
+
+    @property
+    def k_atoms(self) -> int:
+        """Scale atoms of a tile of Q or K."""
+        return -(-self.dk // 128)
+
+    @property
+    def slots(self) -> int:
+        """Records of K and of V in flight."""
+        return 3 if self.dk <= 128 else 2
