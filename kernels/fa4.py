@@ -10,6 +10,11 @@ Bands are windows of the call (:mod:`ringfa4.kernels.native`); a causal square i
 dQ is summed across tiles in a fixed order (``deterministic``), so gradients repeat to the bit. The
 name "fa4-nondeterministic" gives the atomic sum, which is faster and repeats to rounding only.
 
+Backward takes head dimensions in steps of 32 only, others are padded with zeros: on SM90 version
+4.0.0b36 returns a wrong dQ for the rest without an error (its accumulator is laid out in steps of
+32, its kernel writes steps of 16: flash-attention pull request 2896). dk != dv is padded likewise
+in both directions.
+
 dQ, dK, dV of a call come rounded to the input dtype; the sums over calls are fp32. K and V on a
 quantising wire are decoded to the input dtype first. Left out: fp8 (its forward has one scale a
 tensor), paged K/V, softcap.
@@ -25,10 +30,12 @@ from torch import Tensor
 
 from ringfa4.errors import MissingLibraryError
 from ringfa4.kernels.interface import KernelSpec
-from ringfa4.kernels.native import NativeKernel, Rows, aligned, window
+from ringfa4.kernels.native import NativeKernel, Rows, padded, window
 from ringfa4.mask import Band
 
 DTYPES = (torch.bfloat16, torch.float16)
+STEP = 32
+"""Of head dimensions in backward."""
 
 _LAUNCH = threading.Lock()
 """Virtual ranks are threads: the first call of a shape class traces and compiles, which is not
@@ -79,34 +86,42 @@ class Fa4Kernel(NativeKernel):
                 f"flash-attn-4 takes head dimensions up to 128, (192, 128) and (256, 256) "
                 f"on SM100: {spec.dk=}, {spec.dv=}"
             )
+        if spec.arch[0] == 10 and spec.backward and dims == (256, 256):
+            return f"flash-attn-4 takes no gradient into lse at {spec.dk=}, {spec.dv=} on SM100"
         return None
 
     def attend(
         self, box: Band, scale: float, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
+        dk, dv = k.shape[-1], v.shape[-1]
+        if dk != dv:
+            q, k, v = padded(q, _width(dk)), padded(k, _width(dk)), padded(v, _width(dv))
         with _LAUNCH:
             out, lse, *_ = self._library._flash_attn_fwd(
                 q, k, v, softmax_scale=scale, return_lse=True, **_mask(box)
             )
-        return out, lse
+        return out[..., :dv], lse
 
     def differentiate(
         self, box: Band, scale: float, rows: Rows, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dk, dv = k.shape[-1], v.shape[-1]
+        q, k = (padded(x, _width(dk)) for x in (rows.q, k))
+        v, out, dout = (padded(x, _width(dv)) for x in (v, rows.out, rows.dout))
         with _LAUNCH:
-            dq, dk, dv = self._library._flash_attn_bwd(
-                aligned(rows.q),
+            grad_q, grad_k, grad_v = self._library._flash_attn_bwd(
+                q,
                 k,
                 v,
-                aligned(rows.out),
-                aligned(rows.dout),
+                out,
+                dout,
                 rows.lse,
                 softmax_scale=scale,
                 dlse=rows.dlse,
                 deterministic=self.deterministic,
                 **_mask(box),
             )
-        return dq, dk, dv
+        return grad_q[..., :dk], grad_k[..., :dk], grad_v[..., :dv]
 
 
 class NondeterministicFa4Kernel(Fa4Kernel):
@@ -121,3 +136,7 @@ def _mask(box: Band) -> dict[str, int | bool | None]:
     if left is None and right == 0:
         return {"causal": True}
     return {"window_size_left": left, "window_size_right": right}
+
+
+def _width(d: int) -> int:
+    return -(-d // STEP) * STEP
