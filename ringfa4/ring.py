@@ -30,7 +30,7 @@ from ringfa4.kernels.interface import BlockKernel
 from ringfa4.plan import Plan, Step
 from ringfa4.precondition import NONE, Precondition, row_sums, shift
 from ringfa4.schedule import schedule
-from ringfa4.state import Grads, State
+from ringfa4.state import Grads, State, add_into
 from ringfa4.trace import NAMED, Observer
 from ringfa4.wire import Direction, EncodedShard, Geometry, RecordMap, WireFormat, gradient_wire
 
@@ -285,7 +285,7 @@ class _OwnGradients:
                     for into, value in zip(
                         mine, theirs.keys_values(chunk, start, stop), strict=True
                     ):
-                        into.add_(value)
+                        add_into(into, value)
                 given.release()
 
     def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -189,12 +189,15 @@ class CuteContract:
 
     # ---- merging -------------------------------------------------------------------------------
 
-    def merged(self, parts: list[Part]) -> State:
+    def merged(self, parts: list[Part], *, waiting: bool = True) -> State:
+        """Merged as they come: by fours, or with ``waiting`` False each for itself."""
         state = state_of(parts, self.device, torch.float32)
-        for rows, out, lse in parts:
-            out, lse = out.to(self.device), lse.to(self.device)
-            with self.running():
-                state.merge(None, rows, out, lse)
+        with self.running():
+            for rows, out, lse in parts:
+                state.merge(None, rows, out.to(self.device), lse.to(self.device))
+                if not waiting:
+                    state.settle()
+            state.settle()
         return state
 
     @staticmethod
@@ -212,8 +215,29 @@ class CuteContract:
             (rows, *partial(2, rows.stop - rows.start, heads, dv, dtype, seed))
             for seed, rows in enumerate(ranges)
         ]
-        got = self.merged(parts).finalise(torch.float32)
-        close(got, self.reference(parts), len(parts))
+        for waiting in (True, False):
+            got = self.merged(parts, waiting=waiting).finalise(torch.float32)
+            close(got, self.reference(parts), len(parts))
+
+    def test_partials_that_wait_are_those_of_their_batch_row_and_dtype(self) -> None:
+        """Mixed, some of single batch rows, some in fp32, in any order: nothing is lost."""
+        state, want = (
+            State(2, 77, 3, 64, device=device, dtype=dtype)
+            for device, dtype in (
+                (self.device, torch.float32),
+                (torch.device("cpu"), torch.float64),
+            )
+        )
+        steps = [(None, 0, 77), (0, 5, 50), (0, 0, 77), (None, 40, 77), (1, 3, 30), (1, 0, 2)]
+        for n, (row, start, stop) in enumerate([*steps, *reversed(steps)]):
+            dtype = torch.float32 if n % 5 == 2 else torch.bfloat16
+            out, lse = partial(2 if row is None else 1, stop - start, 3, 64, dtype, n)
+            want.merge(row, slice(start, stop), out, lse)
+            with self.running():
+                state.merge(row, slice(start, stop), out.to(self.device), lse.to(self.device))
+        with self.running():
+            state.settle()
+        close(state.finalise(torch.float32), want.finalise(torch.float64), 2 * len(steps))
 
     @pytest.mark.parametrize("count", [1, 2, 3, 4])
     def test_several_partials_at_once_are_several_merges(self, count: int) -> None:

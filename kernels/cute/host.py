@@ -164,24 +164,24 @@ def merge(
 ) -> None:
     """Partials (out (b, n, h, dv), lse (b, h, n)) into acc (b, n, h, dv), max and sum (b, h, n).
 
-    At most PARTIALS, of one dtype and with one set of strides; acc, max and sum are slices of
-    contiguous tensors. ``first`` assigns: the state's contents are not read.
+    At most PARTIALS, all of one dtype; acc, max and sum are slices of contiguous tensors. ``first``
+    assigns: the state's contents are not read.
     """
     batch, tokens, heads, dv = acc.shape
-    out, lse = partials[0]
-    spec = _merge_spec(DTYPES[out.dtype], dv, heads, len(partials), first)
+    dtype = partials[0][0].dtype
+    spec = _merge_spec(DTYPES[dtype], dv, heads, len(partials), first)
+    given: list[int] = []
+    for out, lse in partials:
+        assert out.dtype == dtype, (out.dtype, dtype)
+        given += [out.data_ptr(), *(n * out.element_size() for n in out.stride()[:3])]
+        given += [lse.data_ptr(), *(n * 4 for n in lse.stride()[:2])]
+    given += [0] * (7 * (PARTIALS - len(partials)))
     acc_b, acc_s, _, _ = acc.stride()
     row_b, row_h, _ = max.stride()
-    out_b, out_s, out_h, _ = out.stride()
-    lse_b, lse_h, _ = lse.stride()
-    size = out.element_size()
-    given = [x.data_ptr() for pair in partials for x in pair]
-    given += [0] * (2 * PARTIALS - len(given))
     _launch(
         spec, acc.device, (-(-tokens // spec.tokens), -(-heads // spec.heads), batch),
         acc.data_ptr(), max.data_ptr(), sum.data_ptr(),
-        acc_b * 4, acc_s * 4, row_b * 4, row_h * 4, tokens, heads,
-        out_b * size, out_s * size, out_h * size, lse_b * 4, lse_h * 4, *given,
+        acc_b * 4, acc_s * 4, row_b * 4, row_h * 4, tokens, heads, *given,
     )  # fmt: skip
 
 

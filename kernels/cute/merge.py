@@ -45,24 +45,42 @@ class Merge:
         row_h: Int64,
         tokens: Int32,
         heads: Int32,
-        out_b: Int64,
-        out_s: Int64,
-        out_h: Int64,
-        lse_b: Int64,
-        lse_h: Int64,
         out0: Int64,
+        out0_b: Int64,
+        out0_s: Int64,
+        out0_h: Int64,
         lse0: Int64,
+        lse0_b: Int64,
+        lse0_h: Int64,
         out1: Int64,
+        out1_b: Int64,
+        out1_s: Int64,
+        out1_h: Int64,
         lse1: Int64,
+        lse1_b: Int64,
+        lse1_h: Int64,
         out2: Int64,
+        out2_b: Int64,
+        out2_s: Int64,
+        out2_h: Int64,
         lse2: Int64,
+        lse2_b: Int64,
+        lse2_h: Int64,
         out3: Int64,
+        out3_b: Int64,
+        out3_s: Int64,
+        out3_h: Int64,
         lse3: Int64,
+        lse3_b: Int64,
+        lse3_h: Int64,
         stream: Any,
     ) -> None:
         self.kernel(
             acc, max, sum, acc_b, acc_s, row_b, row_h, tokens, heads,
-            out_b, out_s, out_h, lse_b, lse_h, out0, lse0, out1, lse1, out2, lse2, out3, lse3,
+            out0, out0_b, out0_s, out0_h, lse0, lse0_b, lse0_h,
+            out1, out1_b, out1_s, out1_h, lse1, lse1_b, lse1_h,
+            out2, out2_b, out2_s, out2_h, lse2, lse2_b, lse2_h,
+            out3, out3_b, out3_s, out3_h, lse3, lse3_b, lse3_h,
         ).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)  # fmt: skip
 
     @cute.kernel
@@ -77,31 +95,54 @@ class Merge:
         row_h: Int64,
         tokens: Int32,
         heads: Int32,
-        out_b: Int64,
-        out_s: Int64,
-        out_h: Int64,
-        lse_b: Int64,
-        lse_h: Int64,
         out0: Int64,
+        out0_b: Int64,
+        out0_s: Int64,
+        out0_h: Int64,
         lse0: Int64,
+        lse0_b: Int64,
+        lse0_h: Int64,
         out1: Int64,
+        out1_b: Int64,
+        out1_s: Int64,
+        out1_h: Int64,
         lse1: Int64,
+        lse1_b: Int64,
+        lse1_h: Int64,
         out2: Int64,
+        out2_b: Int64,
+        out2_s: Int64,
+        out2_h: Int64,
         lse2: Int64,
+        lse2_b: Int64,
+        lse2_h: Int64,
         out3: Int64,
+        out3_b: Int64,
+        out3_s: Int64,
+        out3_h: Int64,
         lse3: Int64,
+        lse3_b: Int64,
+        lse3_h: Int64,
     ) -> None:
-        """Addresses of the first row's acc, max and sum; strides in bytes, those of out and lse
-        shared by the partials.
+        """Addresses of the first row's acc, max and sum, then of each partial's out and lse with
+        their strides; strides in bytes.
         """
         thread, _, _ = cute.arch.thread_idx()
         block, head_block, batch = cute.arch.block_idx()
         spec = self.spec
-        given = [(out0, lse0), (out1, lse1), (out2, lse2), (out3, lse3)]
+        given = [
+            (out0, out0_b, out0_s, out0_h, lse0, lse0_b, lse0_h),
+            (out1, out1_b, out1_s, out1_h, lse1, lse1_b, lse1_h),
+            (out2, out2_b, out2_s, out2_h, lse2, lse2_b, lse2_h),
+            (out3, out3_b, out3_s, out3_h, lse3, lse3_b, lse3_h),
+        ]  # fmt: skip
         units = self._units(thread, block, head_block, tokens, heads)
         state = (acc + batch * acc_b, max + batch * row_b, sum + batch * row_b)
-        partials = [(o + batch * out_b, e + batch * lse_b) for o, e in given[: spec.partials]]
-        loaded = self._load(units, state, partials, (acc_s, row_h, out_s, out_h, lse_h))
+        partials = [
+            (out + batch * out_b, out_s, out_h, lse + batch * lse_b, lse_h)
+            for out, out_b, out_s, out_h, lse, lse_b, lse_h in given[: spec.partials]
+        ]
+        loaded = self._load(units, state, partials, acc_s, row_h)
         cute.arch.sync_threads()
         self._merge(units, state, loaded, acc_s, row_h)
 
@@ -130,12 +171,12 @@ class Merge:
         units: list[Any],
         state: tuple[Any, ...],
         partials: list[Any],
-        strides: tuple[Any, ...],
+        acc_s: Any,
+        row_h: Any,
     ) -> list[Any]:
         """For each run: (acc, max, sum) or None on first use, and [(out, lse)] of the partials."""
         spec = self.spec
         acc, max, sum = state
-        acc_s, row_h, out_s, out_h, lse_h = strides
         size = 4 if spec.dtype == "fp32" else 2
         loaded = []
         for token, head, run, exists in units:
@@ -150,7 +191,7 @@ class Merge:
                     dev.from_bits(dev.load_shared_line(sum + row, exists)),
                 )
             new = []
-            for out, lse in partials:
+            for out, out_s, out_h, lse, lse_h in partials:
                 at = out + token * out_s + head * out_h + run * Int64(RUN * size)
                 words = dev.load(at, RUN * size // 4, exists)
                 row = lse + head * lse_h + token * Int64(4)

@@ -88,7 +88,7 @@ class MergeSpec:
     A thread block takes ``tokens`` x ``heads`` rows.
     """
 
-    SIGNATURE: ClassVar[str] = "qqqqqqqiiqqqqq" + "qq" * PARTIALS
+    SIGNATURE: ClassVar[str] = "qqqqqqqii" + "qqqqqqq" * PARTIALS
     THREADS: ClassVar[int] = 256
 
     dtype: str
