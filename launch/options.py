@@ -113,11 +113,12 @@ def add_mask_options(parser: argparse.ArgumentParser) -> None:
     mask.add_argument("--chunk", type=count, metavar="L", help="causal inside blocks of L tokens")
 
 
-def _parser() -> Parser:
+def ring_parser(prog: str = "ring.py", epilog: str = EPILOG) -> Parser:
+    """The parser of launch/ring.py; other launchers of the same job add options of their own."""
     parser = Parser(
-        prog="ring.py",
+        prog=prog,
         description="Run one ring attention, measure it and check it. Sizes take K, M, G (binary).",
-        epilog=EPILOG,
+        epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -209,8 +210,12 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
 
     Raises :class:`UsageError`, and SystemExit(0) after --help.
     """
-    parser = _parser()
-    values = parser.parse_args(argv)
+    parser = ring_parser()
+    return options_of(parser, parser.parse_args(argv))
+
+
+def options_of(parser: argparse.ArgumentParser, values: argparse.Namespace) -> Options:
+    """What :func:`ring_parser` parsed, its mask options settled. UsageError as above."""
     values.mask = mask_name(parser, values)
     if values.documents is not None:
         values.documents = tuple(values.documents)

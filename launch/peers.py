@@ -11,7 +11,8 @@ equal on all ranks; sums are added in rank order where we add them ourselves.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import reduce
 from typing import Protocol
 
@@ -58,7 +59,8 @@ class Processes:
 
     def _reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         out = x.to(self.device, copy=True).contiguous()
-        dist.all_reduce(out, op)
+        with _peer_errors():
+            dist.all_reduce(out, op)
         return out.to(x.device)
 
     def sum(self, x: Tensor) -> Tensor:
@@ -68,7 +70,20 @@ class Processes:
         return self._reduce(x, dist.ReduceOp.MAX)
 
     def barrier(self) -> None:
-        dist.barrier()
+        with _peer_errors():
+            dist.barrier()
+
+
+LOST = "it failed or is late (measuring and checking)"
+
+
+@contextmanager
+def _peer_errors() -> Iterator[None]:
+    """torch.distributed says RuntimeError when a peer is gone or late; which one it cannot say."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(LOST) from error
 
 
 class Threads:
@@ -118,4 +133,4 @@ class _Thread:
         try:
             self._shared.meeting.wait()
         except threading.BrokenBarrierError:
-            raise PeerError("it failed or is late (measuring and checking)") from None
+            raise PeerError(LOST) from None

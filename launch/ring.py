@@ -10,10 +10,12 @@ Where ranks run, and exit codes: :mod:`ringfa4.launch.world`. What a rank does:
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from ringfa4.context import Context
 from ringfa4.launch import table
@@ -41,7 +43,7 @@ def launch(options: Options, command: str) -> bool:
     require_folders(output=options.output, json=options.json, trace=options.trace)
     device = choose_device(options)
     work = build(options, device)
-    human = sys.stderr if options.json == "-" else sys.stdout
+    human = stream_for_people(options)
     console = Console(human, speaks=rank == 0)
     ranks = options.virtual_ranks or world
     console.say(f"launch/ring.py {command}")
@@ -58,16 +60,26 @@ def launch(options: Options, command: str) -> bool:
         with one_rank(device, options.transport, options.timeout) as (context, peers):
             report = run_rank(options, work, context, peers, console)
     if rank == 0:
-        _show(options, work, console, report)
-    text = table.json_text(options, work, device, ranks, f"launch/ring.py {command}", report)
-    if rank == 0 and options.json == "-":
-        print(text)
-    elif rank == 0 and options.json is not None:
-        Path(options.json).write_text(text + "\n")
+        conclude(options, work, device, ranks, f"launch/ring.py {command}", console, report)
     return report.passed
 
 
-def _show(options: Options, work: Workload, console: Console, report: Report) -> None:
+def stream_for_people(options: Options) -> TextIO:
+    """Standard output, unless --json takes it."""
+    return sys.stderr if options.json == "-" else sys.stdout
+
+
+def conclude(
+    options: Options,
+    work: Workload,
+    device: str,
+    ranks: int,
+    command: str,
+    console: Console,
+    report: Report,
+    threads: int | None = None,
+) -> None:
+    """Rank 0's report: the tables, and the files of --trace and --json."""
     for line in report.choices:
         console.say(line)
     console.table(table.results(report))
@@ -79,7 +91,13 @@ def _show(options: Options, work: Workload, console: Console, report: Report) ->
     if options.output is not None:
         console.say(f"wrote {options.output}")
     if options.trace is not None:
+        Path(options.trace).write_text(json.dumps(report.timeline))
         console.say(f"wrote {options.trace}: open it at ui.perfetto.dev")
+    text = table.json_text(options, work, device, ranks, command, report, threads)
+    if options.json == "-":
+        print(text)
+    elif options.json is not None:
+        Path(options.json).write_text(text + "\n")
 
 
 if __name__ == "__main__":

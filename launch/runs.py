@@ -13,7 +13,6 @@ Waiting for a rank that is behind counts as waited: where cores are short, hidde
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import sys
@@ -39,7 +38,7 @@ from ringfa4.mx.formats import E4M3, ElementFormat
 from ringfa4.mx.wire import MxWire
 from ringfa4.ops import checked
 from ringfa4.ring import Ring, backward, forward
-from ringfa4.trace import Observer, Recorder
+from ringfa4.trace import NAMED, Observer, Recorder
 from ringfa4.wire import PLAIN, Direction
 
 T = TypeVar("T")
@@ -77,6 +76,8 @@ class Report:
     choices: list[str] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     peak_bytes: int = 0
+    timeline: dict[str, Any] | None = None
+    """With --trace, on rank 0: the trace of all ranks (:mod:`ringfa4.launch.chrome_trace`)."""
 
     @property
     def passed(self) -> bool:
@@ -84,13 +85,20 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         passes = {name: {**asdict(p), "hidden": p.hidden} for name, p in self.passes.items()}
-        return {**asdict(self), "passes": passes, "passed": self.passed}
+        body = {**asdict(replace(self, timeline=None)), "passes": passes, "passed": self.passed}
+        del body["timeline"]
+        return body
 
 
 def run_rank(
-    options: Options, work: Workload, context: Context, peers: Peers, console: Console
+    options: Options,
+    work: Workload,
+    context: Context,
+    peers: Peers,
+    console: Console,
+    watch: Callable[[str], Observer] = lambda name: NAMED,
 ) -> Report:
-    """All of a run, on one rank. Collective."""
+    """All of a run, on one rank. Collective. ``watch(pass's name)`` sees the pass's spans too."""
     cp = ContextParallel(
         context,
         mask=work.mask,
@@ -105,7 +113,7 @@ def run_rank(
     k = work.inputs.rows("k", k_shard, work.kv_heads, work.dk).to(context.device)
     v = work.inputs.rows("v", k_shard, work.kv_heads, work.dv).to(context.device)
     sink = None if work.sink is None else work.sink.to(context.device)
-    measure = _Measure(options, work, peers, console)
+    measure = _Measure(options, work, peers, console, watch)
 
     ring = checked(context, lambda: cp.problem.ring(q, k, v, backward=False))
     out, lse = measure(
@@ -146,7 +154,7 @@ def run_rank(
     if options.trace is not None:
         parts = gather(context, measure.calls)
         if peers.rank == 0:
-            Path(options.trace).write_text(json.dumps(document([parts])))
+            report.timeline = document([parts])
     report.peak_bytes = int(peers.max(torch.tensor(float(peak_bytes(context.device)))).item())
     return report
 
@@ -154,8 +162,16 @@ def run_rank(
 class _Measure:
     """Runs passes and keeps their numbers."""
 
-    def __init__(self, options: Options, work: Workload, peers: Peers, console: Console) -> None:
+    def __init__(
+        self,
+        options: Options,
+        work: Workload,
+        peers: Peers,
+        console: Console,
+        watch: Callable[[str], Observer],
+    ) -> None:
         self.options, self.work, self.peers, self.console = options, work, peers, console
+        self.watch = watch
         self.passes: dict[str, Pass] = {}
         self.calls: list[Call] = []
 
@@ -169,7 +185,7 @@ class _Measure:
             progress = Progress(self.console, what, total)
             # On a GPU calls return before they have computed; there is nothing to pace.
             paced = replace(ring, kernel=Paced(ring.kernel, progress.add)) if on_host else ring
-            seconds, recorder, result = self._timed(paced, call)
+            seconds, recorder, result = self._timed(what, paced, call)
             self.calls.append(Call(what, name, ring, recorder.spans))
             moving = self._moving(recorder)
             if seconds < best:
@@ -179,7 +195,8 @@ class _Measure:
         if on_host:
             alone = 0.0
             if peers.world > 1:
-                _, recorder, _ = self._timed(replace(ring, kernel=Idle(ring.kernel)), call)
+                idle = replace(ring, kernel=Idle(ring.kernel))
+                _, recorder, _ = self._timed(f"{name} without computing", idle, call)
                 alone = self._moving(recorder)
         self.passes[name] = Pass(
             seconds=best,
@@ -193,9 +210,11 @@ class _Measure:
         )
         return result
 
-    def _timed(self, ring: Ring, call: Callable[[Ring, Observer], T]) -> tuple[float, Recorder, T]:
+    def _timed(
+        self, what: str, ring: Ring, call: Callable[[Ring, Observer], T]
+    ) -> tuple[float, Recorder, T]:
         """(seconds of the slowest rank, this rank's spans, result)."""
-        recorder = Recorder()
+        recorder = Recorder(self.watch(what))
         self.peers.barrier()
         start = time.perf_counter()
         result = call(ring, recorder)

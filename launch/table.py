@@ -22,9 +22,12 @@ TOLERANCE = (
 
 
 def settings(
-    options: Options, work: Workload, device: str, world: int
+    options: Options, work: Workload, device: str, world: int, threads: int | None = None
 ) -> list[tuple[str, str, str]]:
-    """(name, value, "default on cpu" or ""), everything a run depends on."""
+    """(name, value, "default on cpu" or ""), everything a run depends on.
+
+    ``threads``: of each rank, when they are not this process's.
+    """
     usual = f"default on {device}"
     from_file = "from --input" if options.input else ""
 
@@ -35,7 +38,7 @@ def settings(
     if work.seq_k != work.seq_q:
         lengths += f" queries, {size_text(work.seq_k)} keys"
     kind = "virtual ranks (threads)" if options.virtual_ranks else "rank(s)"
-    threads = torch.get_num_threads()
+    threads = torch.get_num_threads() if threads is None else threads
     return [
         ("device", f"{device}, {world} {kind}, {threads} thread(s) each", told(options.device, "")),
         ("tokens", lengths, told(options.seq)),
@@ -99,14 +102,20 @@ def verdicts(report: Report) -> list[tuple[str, ...]]:
 
 
 def json_text(
-    options: Options, work: Workload, device: str, world: int, command: str, report: Report
+    options: Options,
+    work: Workload,
+    device: str,
+    world: int,
+    command: str,
+    report: Report,
+    threads: int | None = None,
 ) -> str:
     """Everything above, for programs; what is not finite becomes null."""
     body = {
         "command": command,
         "torch": torch.__version__,
         "world": world,
-        "settings": {name: value for name, value, _ in settings(options, work, device, world)},
+        "settings": {n: v for n, v, _ in settings(options, work, device, world, threads)},
         "pairs": work.pairs,
         **report.as_json(),
     }

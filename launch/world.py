@@ -1,6 +1,7 @@
 """Where the ranks of a command run, and how its process ends.
 
     one_rank      this process is a rank: torchrun started it and others, or it is alone
+    in_group      this process is a rank of a group that somebody else made (Ray)
     virtual       all ranks are threads of this process, which share its CPU or one GPU
     exit_code     0 done, 1 refused, failed or past tolerance, 2 usage; an error is one line
 
@@ -52,10 +53,17 @@ def one_rank(device: str, transport: str, timeout_s: float) -> Iterator[tuple[Co
         torch.cuda.set_device(local)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    with in_group(transport, timeout_s) as opened:
+        yield opened
+    dist.destroy_process_group()
+
+
+@contextmanager
+def in_group(transport: str, timeout_s: float) -> Iterator[tuple[Context, Peers]]:
+    """Context and peers on the default group, which somebody else made. Collective."""
     context = context_for(transport=transport, timeout_s=timeout_s)
     yield context, Processes(context.device)
     close_contexts()
-    dist.destroy_process_group()
 
 
 def virtual(
