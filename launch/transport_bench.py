@@ -1,13 +1,15 @@
 """How fast transports move K/V, what that costs compute, and what a ring costs over one call.
 
-    python launch/transport_bench.py --ring 128K --virtual-ranks 1,8
+    python launch/transport_bench.py --ring 128K --virtual-ranks 1,8 --kernels fa4,cuda_aten
+    python launch/transport_bench.py --ring 128K --virtual-ranks 8 --where
     torchrun --standalone --nproc-per-node 2 launch/transport_bench.py --transport symm_mem
 
-The first runs on one GPU: forward and backward of the ring on virtual ranks beside the same kernel
-called directly on the whole sequence. The second needs a GPU a rank: the rate of pulls while every
-rank pulls and is pulled from, and the time of an attention call alone and beside such a pull.
+The first runs on one GPU: the libraries' calls on the whole sequence, then forward and backward of
+the ring on virtual ranks, each over the call of its own library (``--where`` adds what the GPU did
+in that time). The third needs a GPU a rank: the rate of pulls while every rank pulls and is pulled
+from, and the time of an attention call alone and beside such a pull.
 
-bf16 wire, causal. Times are medians; the device is idle before and after each.
+bf16 wire, causal, d 128. Times are medians; the device is idle before and after each.
 """
 
 from __future__ import annotations
@@ -17,20 +19,33 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from ringfa4 import ContextParallel
 from ringfa4.comm.interface import Control, Schedule, StepTransfers, Transfer, Transport
 from ringfa4.comm.local import run_ranks
 from ringfa4.comm.registry import open_transport
 from ringfa4.context import Context
+from ringfa4.launch.gpu_time import ran, shares, table
+from ringfa4.launch.kernel_bench import Inputs, direct_calls
 from ringfa4.launch.sizes import parse_size, parse_sizes
 from ringfa4.ring import backward, forward
 
 REPEATS = 5
+
+Times = dict[str, tuple[float, int]]
+"""As :func:`ringfa4.launch.gpu_time.shares` gives them."""
+
+LIBRARY = {
+    "fa4": "FA4 direct, deterministic",
+    "fa4-nondeterministic": "FA4 direct",
+    "cuda_aten": "cuDNN direct",
+}
+"""Kernel -> the direct call (kernel_bench.direct_calls) of its library."""
 
 HEAD_START_CYCLES = 4_000_000
 """How long the device waits (2 ms) while the host enqueues what is timed."""
@@ -49,49 +64,55 @@ def median_s(run: Callable[[], object]) -> float:
     return statistics.median(taken)
 
 
-def tensors(seq: int, heads: int, dim: int) -> list[Tensor]:
-    """q, k, v, dout (1, seq, heads, dim), bf16, random."""
-    gen = torch.Generator("cuda").manual_seed(0)
-    shape = (1, seq, heads, dim)
-    return [torch.randn(shape, device="cuda", generator=gen).bfloat16() for _ in range(4)]
+class Call(NamedTuple):
+    """One forward and backward pass of a ring: host seconds, and with ``where`` GPU times."""
+
+    seconds: tuple[float, float]
+    where: tuple[Times, Times] | None
 
 
-def direct_s(whole: list[Tensor]) -> tuple[float, float]:
-    """Seconds of forward and backward of one cuDNN call on the whole sequence."""
-    q, k, v, dout = (x.transpose(1, 2) for x in whole)
-    call = torch.ops.aten._scaled_dot_product_cudnn_attention.default
-    undo = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
-    out, lse, *rest = call(q, k, v, None, True, 0.0, True, False)
-    _, _, seq_q, seq_k, seed, offset, _ = rest
-    args = (dout, q, k, v, out, lse, seed, offset, None, None, None, seq_q, seq_k, 0.0, True)
-    return median_s(lambda: call(q, k, v, None, True, 0.0, True, False)), median_s(
-        lambda: undo(*args)
-    )
+def ring_calls(x: Inputs, world: int, kernel: str, *, where: bool) -> list[Call]:
+    """REPEATS passes over ``world`` virtual ranks, all of them included; the last has ``where``."""
 
-
-def ring_s(whole: list[Tensor], world: int, kernel: str) -> tuple[float, float]:
-    """Seconds of forward and backward of a ring of ``world`` virtual ranks, all ranks included."""
-    scale = whole[0].shape[-1] ** -0.5
-
-    def rank(rank: int, transport: Transport, control: Control) -> list[list[float]]:
-        cp = ContextParallel(Context(transport, control), seq_len=whole[0].shape[1], kernel=kernel)
-        q, k, v, dout = (cp.shard(x, dim=1) for x in whole)
+    def rank(rank: int, transport: Transport, control: Control) -> list[Call]:
+        cp = ContextParallel(Context(transport, control), seq_len=x.seq, kernel=kernel)
+        q, k, v, dout = (cp.shard(t, dim=1) for t in (x.q, x.k, x.v, x.dout))
         ring = cp.problem.ring(q, k, v, backward=True)
-        times: list[list[float]] = [[], []]
-        for _ in range(REPEATS + 1):
-            _together(control)
-            start = time.perf_counter()
-            out, lse = forward(ring, q, k, v, scale=scale)
-            _together(control)
-            middle = time.perf_counter()
-            backward(ring, q, k, v, out, lse, dout, scale=scale)
-            _together(control)
-            times[0].append(middle - start)
-            times[1].append(time.perf_counter() - middle)
-        return times
+        calls = []
+        for repeat in range(REPEATS + 1):
+            watch = where and repeat == REPEATS
+            there = _Phase(rank, control, watch)
+            with there:
+                out, lse = forward(ring, q, k, v, scale=x.scale)
+            back = _Phase(rank, control, watch)
+            with back:
+                backward(ring, q, k, v, out, lse, dout, scale=x.scale)
+            times = (there.times, back.times) if watch else None
+            calls.append(Call((there.seconds, back.seconds), times))
+        return calls[1:]
 
-    there, back = run_ranks(world, rank, 300.0, "cuda")[0]
-    return statistics.median(there[1:]), statistics.median(back[1:])
+    return run_ranks(world, rank, 300.0, "cuda")[0]
+
+
+class _Phase:
+    """Between two points where every rank has enqueued its work and the device is idle."""
+
+    def __init__(self, rank: int, control: Control, watch: bool) -> None:
+        self.control, self.seconds, self.times = control, 0.0, Times()
+        self.profile = profile(activities=[ProfilerActivity.CUDA]) if watch and rank == 0 else None
+
+    def __enter__(self) -> None:
+        if self.profile is not None:
+            self.profile.start()
+        _together(self.control)
+        self.start = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        _together(self.control)
+        self.seconds = time.perf_counter() - self.start
+        if self.profile is not None:
+            self.profile.stop()
+            self.times = shares(ran(self.profile))
 
 
 def _together(control: Control) -> None:
@@ -101,20 +122,33 @@ def _together(control: Control) -> None:
     control.gather(b"idle")
 
 
-def report_rings(seq: int, heads: int, dim: int, worlds: list[int], kernel: str) -> None:
-    whole = tensors(seq, heads, dim)
-    pairs = seq * (seq + 1) / 2 * heads
-    flops = (4 * dim * pairs, 10 * dim * pairs)
-    rows = [("one cuDNN call", direct_s(whole))]
-    rows += [(f"ring, {n} virtual ranks, {kernel}", ring_s(whole, n, kernel)) for n in worlds]
-    first = rows[0][1]
-    for name, times in rows:
-        for what, taken, base, work in zip(
-            ("forward", "backward"), times, first, flops, strict=True
-        ):
-            rate = work / taken / 1e12
-            cost = f"{taken * 1e3:9.2f} ms {rate:6.0f} TFLOPS {taken / base:6.3f}"
-            print(f"{name:36} {what:8} {cost}")
+def report_rings(
+    seq: int, heads: int, worlds: list[int], kernels: list[str], *, where: bool
+) -> None:
+    """A table of calls, and what the GPU did in the rings' with ``where``."""
+    x = Inputs(seq, heads, heads)
+    flops = x.flop, 2.5 * x.flop
+    direct: dict[str, tuple[float, float]] = {}
+
+    def show(name: str, seconds: tuple[float, float], library: str) -> None:
+        base = direct.get(library)
+        for n, what in enumerate(("forward", "backward")):
+            over = "" if base is None else f"{seconds[n] / base[n]:6.3f} of {library}"
+            rate = flops[n] / seconds[n] * 1e-12
+            print(f"{name:36} {what:8} {seconds[n] * 1e3:9.2f} ms {rate:5.0f} TFLOPS {over}")
+
+    for name, (there, back) in direct_calls(x).items():
+        direct[name] = median_s(there), median_s(back)
+        show(name, direct[name], "")
+    for kernel in kernels:
+        for world in worlds:
+            calls = ring_calls(x, world, kernel, where=where)
+            timed = calls[:-1] if where else calls
+            there, back = (statistics.median(c.seconds[n] for c in timed) for n in (0, 1))
+            name = f"ring of {world}, {kernel}"
+            show(name, (there, back), LIBRARY[kernel])
+            for what, times in zip(("forward", "backward"), calls[-1].where or (), strict=False):
+                print(f"{name}, {what}, by the profiler:\n{table(times)}")
 
 
 def pull_ms(
@@ -145,13 +179,14 @@ def pull_ms(
     return statistics.median(taken[1:])
 
 
-def report_pulls(name: str, sizes: list[int], seq: int, heads: int, dim: int) -> None:
+def report_pulls(name: str, sizes: list[int], seq: int, heads: int) -> None:
     """Rates, and the time of an attention call beside a pull."""
     rank, device = int(os.environ["RANK"]), torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     transport, control = open_transport(name, dist.group.WORLD, device, 60.0)
-    q, k, v, _ = (x.transpose(1, 2) for x in tensors(seq, heads, dim))
+    x = Inputs(seq, heads, heads)
+    q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
 
     def attend() -> None:
         torch.ops.aten._scaled_dot_product_cudnn_attention.default(
@@ -176,19 +211,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ring", type=parse_size, metavar="SEQ", help="tokens of the ring")
     parser.add_argument("--virtual-ranks", type=parse_sizes, default=[1, 8], metavar="N,N")
-    parser.add_argument("--kernel", default="cuda_aten")
+    parser.add_argument("--kernels", default="cuda_aten", help=f"of {', '.join(LIBRARY)}")
+    parser.add_argument("--where", action="store_true", help="also what the GPU did, by kind")
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--transport", metavar="NAME", help="measure pulls; under torchrun")
     parser.add_argument("--bytes", type=parse_sizes, default=[1 << 22, 1 << 26, 1 << 28])
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     if options.ring is not None:
+        kernels = options.kernels.split(",")
         report_rings(
-            options.ring, options.heads, options.dim, options.virtual_ranks, options.kernel
+            options.ring, options.heads, options.virtual_ranks, kernels, where=options.where
         )
     if options.transport is not None:
-        report_pulls(options.transport, options.bytes, 1 << 15, options.heads, options.dim)
+        report_pulls(options.transport, options.bytes, 1 << 15, options.heads)
 
 
 if __name__ == "__main__":
