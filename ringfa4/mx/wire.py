@@ -53,7 +53,8 @@ from ringfa4.mx.quantise import dequantise, quantisable, quantise
 from ringfa4.shard import RECORD, Shard
 from ringfa4.wire import Direction, EncodedShard, Geometry, RecordMap, WireFormat
 
-Which = Literal["k", "v"]
+Which = Literal["q", "k", "v"]
+"""Whose operand; Q never travels, but kernels keep it in records of its own."""
 
 GROUP = 1 << 18
 """Elements encoded or decoded at a time: a few arrays of them stay in a core's cache."""
@@ -119,6 +120,17 @@ class RecordLayout:
             at += rows * operand.atoms * ATOM.nbytes
         assert at % 128 == 0, (geometry, direction)
         return cls(geometry, tuple(operands), at)
+
+    @classmethod
+    def of_queries(cls, batch: int, heads_q: int, dk: int, dtype: torch.dtype) -> RecordLayout:
+        """Records of Q alone, for S = Q K^T: a payload and its scales along d, as those of K lie.
+
+        Its geometry counts query heads as K/V heads.
+        """
+        scales = batch * heads_q * RECORD * dk
+        operand = Operand("q", "d", "d", dk, 0, scales)
+        nbytes = scales + batch * heads_q * operand.atoms * ATOM.nbytes
+        return cls(Geometry(batch, heads_q, dk, dk, dtype), (operand,), nbytes)
 
     def operand(self, which: Which, along: Axis | None = None) -> Operand:
         """The operand of ``which`` contracted over ``along`` (None: the first there is)."""
@@ -267,23 +279,27 @@ class MxWire(WireFormat):
         geometry = Geometry(k.shape[0], k.shape[2], k.shape[3], v.shape[3], k.dtype)
         layout = self.layout(geometry, direction)
         records = out[: shard.records * layout.nbytes].view(-1, layout.nbytes)
-        width = geometry.batch * geometry.heads_kv * max(geometry.dk, geometry.dv)
-        kernels = fused(k.device)
+        for which, x in (("k", k), ("v", v)):
+            self.write(layout, which, x, shard, records)
+
+    def write(
+        self, layout: RecordLayout, which: Which, x: Tensor, shard: Shard, records: Tensor
+    ) -> None:
+        """Encode the local tokens x (b, s, h, d) into their part of ``records`` (n, nbytes)."""
+        kernels = fused(x.device)
+        rows = layout.geometry.batch * layout.geometry.heads_kv
         for c, chunk in enumerate(shard.chunks):
             base, offset = shard.record_base[c], shard.offsets[c]
             if kernels is not None:
-                tokens, here = (
-                    slice(offset, offset + chunk.count),
-                    slice(base, base + chunk.records),
-                )
+                tokens = x[:, offset : offset + chunk.count]
+                here = records[base : base + chunk.records]
                 for operands in layout.payloads():
-                    x = k if operands[0].which == "k" else v
-                    self._write_fused(kernels, operands, x[:, tokens], records[here])
+                    if operands[0].which == which:
+                        self._write_fused(kernels, operands, tokens, here)
                 continue
-            for a, b in _groups(chunk.records, width):
-                tokens = slice(offset + a * RECORD, offset + min(b * RECORD, chunk.count))
-                for which, x in (("k", k), ("v", v)):
-                    self._write(layout, which, x[:, tokens], records[base + a : base + b])
+            for a, b in _groups(chunk.records, rows * x.shape[-1]):
+                tokens = x[:, offset + a * RECORD : offset + min(b * RECORD, chunk.count)]
+                self._write(layout, which, tokens, records[base + a : base + b])
 
     def _write_fused(
         self, kernels: ModuleType, operands: Sequence[Operand], x: Tensor, records: Tensor
@@ -304,7 +320,7 @@ class MxWire(WireFormat):
             floor=self.rounding is ScaleRounding.FLOOR,
         )
 
-    def _write(self, layout: RecordLayout, which: str, x: Tensor, records: Tensor) -> None:
+    def _write(self, layout: RecordLayout, which: Which, x: Tensor, records: Tensor) -> None:
         """Quantise x (b, n, h, d) into ``records``; n falls short of them by the padding."""
         missing = len(records) * RECORD - x.shape[1]
         if missing:
