@@ -78,11 +78,15 @@ def gradient_bytes(wire: str, shape: Shape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One step of one rank; step 0 is its own K/V, which it need not read."""
+    """One step of one rank; step 0 is its own K/V, which it need not read.
+
+    ``rows`` are the query rows that its tasks span: what a merge passes over.
+    """
 
     owner: int
     pairs: int
     tasks: int
+    rows: int
     records: int
     read: int
     returned: int
@@ -130,10 +134,19 @@ class Numbers:
         for rank in range(plan.world):
             own = []
             for t in range(plan.world):
-                area, tasks, records = plan.tally(rank, t)
-                moved = records if t else 0
-                owner = plan.owner(rank, t)
-                own.append(Work(owner, area * rows, tasks, records, moved * record, moved * back))
+                step = plan.tally(rank, t)
+                moved = step.records if t else 0
+                own.append(
+                    Work(
+                        plan.owner(rank, t),
+                        step.area * rows,
+                        step.tasks,
+                        step.rows * rows,
+                        step.records,
+                        moved * record,
+                        moved * back,
+                    )
+                )
             steps.append(tuple(own))
             progress(rank + 1)
         return cls(mask, sharding, wire, shape, backward, plan, tuple(steps))

@@ -26,6 +26,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from ringfa4.mask import Band, Intervals, Mask
 from ringfa4.shard import RECORD, Sharding
@@ -86,6 +87,17 @@ class Step:
     def area(self) -> int:
         """Pairs summed over the listed batch rows (a shared row counts once)."""
         return sum(task.area for task in self.tasks)
+
+
+class Tally(NamedTuple):
+    """A step in numbers: pairs, tasks, records read, and query rows (of each q chunk and mask row,
+    the range that its tasks span).
+    """
+
+    area: int
+    tasks: int
+    records: int
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -174,15 +186,19 @@ class Plan:
             for t in range(self.world)
         )
 
-    def tally(self, rank: int, index: int) -> tuple[int, int, int]:
-        """(area, number of tasks, records) of ``step(rank, index)``."""
+    def tally(self, rank: int, index: int) -> Tally:
+        """What ``step(rank, index)`` amounts to."""
         area, pairs, spans = 0, set[tuple[int, int, int]](), dict[int, tuple[int, int]]()
+        rows: dict[tuple[int, int], tuple[int, int]] = {}
         for row, q_chunk, k_chunk, band in self._pieces(rank, self.owner(rank, index)):
             area += band.area
             pairs.add((row, q_chunk, k_chunk))
             k0, k1 = spans.get(k_chunk, (band.k0, band.k1))
             spans[k_chunk] = min(k0, band.k0), max(k1, band.k1)
-        return area, len(pairs), sum(len(r) for r in _records(spans))
+            q0, q1 = rows.get((row, q_chunk), (band.q0, band.q1))
+            rows[row, q_chunk] = min(q0, band.q0), max(q1, band.q1)
+        records = sum(len(r) for r in _records(spans))
+        return Tally(area, len(pairs), records, sum(q1 - q0 for q0, q1 in rows.values()))
 
     def work(self, rank: int) -> int:
         """``sum(areas(rank))`` without visiting the owners."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import accumulate
 
@@ -121,6 +121,13 @@ def test_what_is_asked_about_a_step_agrees_with_its_tasks(plan: Plan) -> None:
             "empty steps move nothing"
         )
         assert plan.areas(rank) == tuple(step.area for step in steps)
+        for step in steps:
+            spans = defaultdict[tuple[int | None, int], list[int]](list)
+            for task in step.tasks:
+                spans[task.batch, task.q_chunk] += task.q
+            rows = sum(max(edges) - min(edges) for edges in spans.values())
+            expected = (step.area, len(step.tasks), step.records, rows)
+            assert plan.tally(rank, step.index) == expected
         assert plan.work(rank) == sum(step.area for step in steps)
         readers = [(t, plan.step(plan.reader(rank, t), t)) for t in range(1, plan.world)]
         assert all(step.owner == rank for _, step in readers)

@@ -1,0 +1,370 @@
+"""One call of the ring on a machine model: the plan's own steps, as work on lanes and links.
+
+    lane "compute"   agree, encode, then for each step t: kernel, merge (of dQ, dK and dV in
+                     backward), add what peers returned in step t - 1; at the end, finish
+    lane "fetch"     records of step t, once the source has published, ``depth`` steps ahead
+    lane "grads"     dK/dV of step t to their owner, once slot i % 2 of his inbox is free
+
+It is the order of :mod:`ringfa4.ring` over a pulling transport (:mod:`ringfa4.comm.pull`), or with
+``two_sided`` over one whose transfers wait for both ends (:mod:`ringfa4.comm.torch_p2p`). Pairs,
+rows and bytes of every step are the plan's, exact; seconds are the machine's rates, so every time
+here is modelled. Compute waits where a rank waits: nothing is in lockstep.
+
+    efficiency = FLOPs / (ranks x kernel rate) / seconds     1: nothing but kernels, evenly
+    exposed    = what compute waited for records, and for dK/dV
+
+Left out: kernels that get slower on small steps, memory bandwidth that kernels and merges take from
+each other, hosts that cannot issue fast enough, and switches between NICs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ringfa4.launch.plan_numbers import Numbers, Shape, Work, record_bytes
+from ringfa4.launch.simulate_events import Link, Op, run
+from ringfa4.launch.simulate_machine import Machine
+
+KERNELS = ("mxfp8", "bf16")
+
+COMPUTE = ("agree", "encode", "kernel", "merge", "convert", "reduce", "finish")
+"""Kinds of work on the compute lane."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is not the plan's nor the machine's.
+
+    ``kernel``: in which format it computes; one that differs from the wire's converts on arrival.
+    ``fused``: the kernel keeps the state in its epilogue, so merges cost nothing.
+    ``depth``: how many steps ahead records are fetched (the ring's own: 1).
+    """
+
+    kernel: str = "mxfp8"
+    fused: bool = False
+    depth: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kernel not in KERNELS:
+            raise ValueError(f"unknown kernel {self.kernel!r}; there are {sorted(KERNELS)}")
+        if self.depth < 1:
+            raise ValueError(f"records are fetched at least one step ahead: {self.depth=}")
+
+
+class Costs:
+    """Seconds of each piece of a rank's work, from its size and the machine's rates."""
+
+    def __init__(self, numbers: Numbers, machine: Machine, setting: Setting) -> None:
+        self.numbers, self.setting = numbers, setting
+        way = "backward" if numbers.backward else "forward"
+        self.flops_per_s = machine.rate(f"{way}_{setting.kernel}") * 1e12
+        self.copy = machine.rate("copy_gbs") * 1e9
+        self.drag = machine.rate("drag")
+        self.agree_s, self.step_s, self.transfer_s = (
+            machine.rate(f"{name}_us") * 1e-6 for name in ("agree", "step", "transfer")
+        )
+        shape = numbers.shape
+        self._plain = record_bytes("bf16", shape)
+        self._encoded = record_bytes(numbers.wire, shape, backward=numbers.backward)
+        self.converts = numbers.wire.startswith("mxfp8") != (setting.kernel == "mxfp8")
+        self._converted = record_bytes(setting.kernel, shape, backward=numbers.backward)
+
+    def kernel(self, work: Work) -> float:
+        return self.numbers.flops(work.pairs) / self.flops_per_s + self.step_s
+
+    def merge(self, work: Work, *, first: bool) -> float:
+        """Forward: the partial in (2 B), acc in and out (4 + 4 B). Backward: dQ in the same way,
+        and dK/dV from the kernel's 2 B to 4 B.
+        """
+        if self.setting.fused:
+            return 0.0
+        shape, item = self.numbers.shape, 6 if first else 10
+        if not self.numbers.backward:
+            return work.rows * shape.heads * shape.dv * item / self.copy
+        moved = work.rows * shape.heads * shape.dk * item
+        moved += work.records * record_bytes("fp32", shape) * 6 // 4
+        return moved / self.copy
+
+    def convert(self, work: Work) -> float:
+        """Records from the wire's format to the kernel's."""
+        if not self.converts:
+            return 0.0
+        return work.records * (self._encoded + self._converted) / self.copy
+
+    def encode(self, rank: int) -> float:
+        """The own shard, and what the kernel prepares of Q (and O, dO): read, and written anew."""
+        shape = self.numbers.shape
+        records = self.numbers.plan.k_sharding.shards[rank].records
+        rows = len(self.numbers.sharding.shards[rank]) * shape.batch * shape.heads
+        queries = rows * shape.dk * 3 if self.setting.kernel == "mxfp8" else 0
+        if self.numbers.backward:
+            queries += rows * shape.dv * (7 if self.setting.kernel == "mxfp8" else 4)
+        return (records * (self._plain + self._encoded) + queries) / self.copy
+
+    def reduce(self, nbytes: int) -> float:
+        """A contribution read and added to what is there."""
+        return 3 * nbytes / self.copy
+
+    def finish(self, rank: int) -> float:
+        """The state divided and rounded; in backward dQ, dK and dV rounded."""
+        shape = self.numbers.shape
+        rows = len(self.numbers.sharding.shards[rank]) * shape.batch * shape.heads
+        moved = rows * 6 * (shape.dk if self.numbers.backward else shape.dv)
+        if self.numbers.backward:
+            moved += self.numbers.plan.k_sharding.shards[rank].records * self._plain * 3
+        return moved / self.copy
+
+
+@dataclass(frozen=True)
+class Wires:
+    """The links of every rank: of its NVLink domain, and to the other domains."""
+
+    machine: Machine
+    world: int
+    links: dict[tuple[str, int], Link] = field(default_factory=dict)
+
+    def between(self, source: int, reader: int) -> tuple[Link, Link]:
+        """What a transfer from ``source`` to ``reader`` crosses."""
+        inside = source // self.machine.domain == reader // self.machine.domain
+        kind = "link" if inside else "nic"
+        return self._link(f"{kind} out", source), self._link(f"{kind} in", reader)
+
+    def _link(self, name: str, rank: int) -> Link:
+        found = self.links.get((name, rank))
+        if found is None:
+            rate = self.machine.rate("link_gbs" if name.startswith("link") else "nic_gbs")
+            found = self.links[name, rank] = Link(f"{name} of rank {rank}", rate * 1e9)
+        return found
+
+
+class _Ring:
+    """Builds the ops of one call, step by step over all ranks."""
+
+    def __init__(self, numbers: Numbers, machine: Machine, setting: Setting) -> None:
+        self.numbers, self.setting, self.two_sided = numbers, setting, machine.two_sided
+        self.costs, self.wires = Costs(numbers, machine, setting), Wires(machine, numbers.world)
+        ranks = self.ranks = range(numbers.world)
+        self.ops: list[Op] = []
+        self.compute: list[Op | None] = [None] * numbers.world
+        """The last op of each compute lane."""
+        self.fetched: list[dict[int, Op]] = [{} for _ in ranks]
+        self.last_fetch: list[Op | None] = [None] * numbers.world
+        self.posted: list[Op | None] = [None] * numbers.world
+        self.ended: list[list[Op | None]] = [[] for _ in ranks]
+        """The last op of each step on the compute lane."""
+        self.pushed: list[list[Op]] = [[] for _ in ranks]
+        self.coming: list[dict[int, Op]] = [{} for _ in ranks]
+        """Contributions on their way to each owner, by step."""
+        self.given = [0] * numbers.world
+        self.released: list[list[Op]] = [[] for _ in ranks]
+
+    def build(self) -> list[Op]:
+        published: list[Op] = []
+        for rank in self.ranks:
+            self.work("agree", rank, 0, self.costs.agree_s)
+            published.append(self.work("encode", rank, 0, self.costs.encode(rank)))
+        self.published = published
+        for t in range(1, min(self.setting.depth, self.numbers.world)):
+            self.fetch(t)
+        for t in range(self.numbers.world):
+            if t + self.setting.depth < self.numbers.world:
+                self.fetch(t + self.setting.depth)
+            self.step(t)
+            if self.numbers.backward and t:
+                self.give(t)
+                self.take(t - 1)
+            for rank in self.ranks:
+                self.ended[rank].append(self.compute[rank])
+        if self.numbers.backward:
+            self.take(self.numbers.world - 1)
+        for rank in self.ranks:
+            self.work("finish", rank, 0, self.costs.finish(rank))
+        return self.ops
+
+    def add(self, op: Op) -> Op:
+        self.ops.append(op)
+        return op
+
+    def work(
+        self, kind: str, rank: int, step: int, seconds: float, after: Sequence[Op | None] = ()
+    ) -> Op:
+        """On the compute lane."""
+        op = self.add(Op(kind, rank, step, (self.compute[rank], *after), seconds=seconds))
+        self.compute[rank] = op
+        return op
+
+    def fetch(self, t: int) -> None:
+        """Start the transfers of step ``t``: its buffer was last read in step t - 1 - depth."""
+        for rank in self.ranks:
+            done = t - 1 - self.setting.depth
+            read = self.ended[rank][done] if done >= 0 else self.published[rank]
+            after = (read, self.last_fetch[rank], self.posted[rank])
+            self.posted[rank] = self.add(Op("post", rank, t, after))
+        for rank in self.ranks:
+            work = self.numbers.steps[rank][t]
+            if not work.read:
+                continue
+            there = self.posted[work.owner] if self.two_sided else self.published[work.owner]
+            op = Op(
+                "fetch", rank, t, (self.posted[rank], there),
+                seconds=self.costs.transfer_s, nbytes=work.read,
+                links=self.wires.between(work.owner, rank),
+            )  # fmt: skip
+            self.fetched[rank][t] = self.last_fetch[rank] = self.add(op)
+
+    def step(self, t: int) -> None:
+        """Compute step ``t``, with what a transfer beside it costs."""
+        for rank in self.ranks:
+            work = self.numbers.steps[rank][t]
+            if not work.tasks:
+                continue
+            beside = self.fetched[rank].get(t + self.setting.depth)
+            slowed = 0.0
+            if beside is not None:
+                slowest = min(link.bytes_per_s for link in beside.links)
+                slowed = self.costs.drag * beside.nbytes / slowest
+            after = [self.fetched[rank].get(t)]
+            if self.numbers.backward and t and len(self.pushed[rank]) >= 2:
+                after.append(self.pushed[rank][-2])
+            if self.costs.converts:
+                self.work("convert", rank, t, self.costs.convert(work), after)
+            self.work("kernel", rank, t, self.costs.kernel(work) + slowed, after)
+            if not self.setting.fused:
+                self.work("merge", rank, t, self.costs.merge(work, first=t == 0))
+
+    def give(self, t: int) -> None:
+        """dK/dV of step ``t`` on their way."""
+        here = list(self.compute)
+        for rank in self.ranks:
+            work = self.numbers.steps[rank][t]
+            if not work.returned:
+                continue
+            owner, index = work.owner, self.given[work.owner]
+            after = [here[rank], self.published[owner]]
+            after += self.pushed[rank][-1:]
+            if index >= 2:
+                after.append(self.released[owner][index - 2])
+            if self.two_sided:
+                after.append(here[owner])
+            op = Op(
+                "grads", rank, t, after,
+                seconds=self.costs.transfer_s, nbytes=work.returned,
+                links=self.wires.between(rank, owner),
+            )  # fmt: skip
+            self.pushed[rank].append(self.add(op))
+            self.coming[owner][t] = op
+            self.given[owner] += 1
+
+    def take(self, t: int) -> None:
+        """Owners add what reached them in step ``t``."""
+        for owner in self.ranks:
+            op = self.coming[owner].pop(t, None)
+            if op is not None:
+                seconds = self.costs.reduce(op.nbytes)
+                self.released[owner].append(self.work("reduce", owner, t, seconds, [op]))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call takes; every time modelled, in seconds."""
+
+    numbers: Numbers = field(repr=False)
+    machine: Machine = field(repr=False)
+    setting: Setting
+    ops: list[Op] = field(repr=False)
+    links: dict[tuple[str, int], Link] = field(repr=False)
+    seconds: float
+    kernel_s: float
+    """Of all ranks: FLOPs at the kernel's rate."""
+
+    @property
+    def efficiency(self) -> float:
+        return self.kernel_s / (self.numbers.world * self.seconds)
+
+    @cached_property
+    def last(self) -> list[Op]:
+        """The work on the compute lane of the rank that ends last, in order."""
+        rank = max(self.ops, key=lambda op: op.end).rank
+        return [op for op in self.ops if op.rank == rank and op.kind in COMPUTE]
+
+    @cached_property
+    def spent(self) -> dict[str, float]:
+        """Kind of work -> seconds, of the rank that ends last."""
+        spent = dict.fromkeys(COMPUTE, 0.0)
+        for op in self.last:
+            spent[op.kind] += op.end - op.start
+        return spent
+
+    @cached_property
+    def exposed(self) -> dict[str, float]:
+        """What the rank that ends last waited for ("fetch": records, "grads": dK/dV) -> seconds.
+
+        With ``spent`` these are all of its time.
+        """
+        waited, now = {"fetch": 0.0, "grads": 0.0}, 0.0
+        for op in self.last:
+            if op.start > now:
+                waited[max(op.after, key=lambda before: before.end).kind] += op.start - now
+            now = op.end
+        return waited
+
+    @cached_property
+    def units(self) -> dict[str, float]:
+        """Unit -> seconds that the busiest one of its kind works; the largest one binds."""
+        ranks = range(self.numbers.world)
+        groups = {"kernel": ("kernel",), "memory passes": COMPUTE[1:2] + COMPUTE[3:]}
+        found = {}
+        for unit, kinds in groups.items():
+            busy = [0.0] * len(ranks)
+            for op in self.ops:
+                if op.kind in kinds:
+                    busy[op.rank] += op.seconds
+            found[unit] = max(busy)
+        for (name, _), link in self.links.items():
+            unit = "NVLink" if name.startswith("link") else "NIC"
+            found[unit] = max(found.get(unit, 0.0), link.busy_s)
+        return found
+
+    @property
+    def binds(self) -> str:
+        return max(self.units, key=self.units.__getitem__)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the rank that holds most: tensors, state and the transport's buffers."""
+        return max(memory(self.numbers, rank) for rank in range(self.numbers.world))
+
+
+def simulate(numbers: Numbers, machine: Machine, setting: Setting) -> Outcome:
+    """ValueError when the machine lacks a rate that the call needs."""
+    ring = _Ring(numbers, machine, setting)
+    ops = ring.build()
+    seconds = run(ops)
+    kernel_s = numbers.flops(sum(numbers.work)) / ring.costs.flops_per_s
+    return Outcome(numbers, machine, setting, ops, ring.wires.links, seconds, kernel_s)
+
+
+def memory(numbers: Numbers, rank: int) -> int:
+    """Bytes that one attention call holds on ``rank``: bf16 tensors, fp32 state, and buffers.
+
+    Forward: q, k, v, out, lse, the state; two outboxes, two fetch buffers. Backward: dO, dQ, dK, dV
+    and their fp32 sums besides, two inbox and two outgoing slots. A model's own memory is not here.
+    """
+    shape: Shape = numbers.shape
+    rows = len(numbers.sharding.shards[rank]) * shape.batch
+    keys = len(numbers.plan.k_sharding.shards[rank]) * shape.batch
+    q, out = rows * shape.heads * shape.dk * 2, rows * shape.heads * shape.dv * 2
+    kv = keys * shape.heads_kv * (shape.dk + shape.dv) * 2
+    lse = rows * shape.heads * 4
+    record = record_bytes(numbers.wire, shape, backward=numbers.backward)
+    outbox = max(shard.records for shard in numbers.plan.k_sharding.shards) * record
+    fetched = max((work.read for own in numbers.steps for work in own), default=0)
+    held = q + kv + out + lse + 2 * (outbox + fetched)
+    if not numbers.backward:
+        return held + 2 * out + 2 * lse
+    largest = max((work.returned for own in numbers.steps for work in own), default=0)
+    records = numbers.plan.k_sharding.shards[rank].records
+    sums = 2 * q + records * record_bytes("fp32", shape)
+    return held + out + q + kv + sums + lse + 4 * largest
