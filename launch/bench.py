@@ -12,6 +12,10 @@ this process, or the processes that torchrun started. What is measured, and how 
     ratio    median of busy / the direct call's busy, in the same repetition; range: all repetitions
     TFLOP/s  of the pairs that the mask allows, by wall time
 
+    torchrun --standalone --nproc-per-node 2 launch/bench.py --scaling --help
+
+measures something else, on GPUs: :mod:`ringfa4.launch.scaling`.
+
 --trace FILE runs each ring a second time while it records its spans, compares that with the ring
 that does not, and writes the timeline.
 """
@@ -34,6 +38,7 @@ from typing import Any
 import torch
 
 from ringfa4.context import Context
+from ringfa4.launch import scaling
 from ringfa4.launch.bench_plot import plot, require_matplotlib
 from ringfa4.launch.bench_runs import (
     Common,
@@ -181,8 +186,12 @@ class Processes:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of one process; ``argv`` None is the command line."""
-    command = shlex.join(sys.argv[1:] if argv is None else argv)
-    return exit_code("bench.py", lambda: bench(parse_options(argv), f"launch/bench.py {command}"))
+    given = list(sys.argv[1:] if argv is None else argv)
+    if "--scaling" in given:
+        given.remove("--scaling")
+        return scaling.main(given)
+    command = f"launch/bench.py {shlex.join(given)}"
+    return exit_code("bench.py", lambda: bench(parse_options(given), command))
 
 
 def bench(options: Options, command: str) -> bool:
