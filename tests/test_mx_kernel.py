@@ -13,6 +13,7 @@ from test_kernel_double import LowPrecisionContract
 
 from ringfa4 import mask as masks
 from ringfa4.kernels.interface import BlockKernel, KernelSpec
+from ringfa4.kernels.reference_mxfp8 import ReferenceMxfp8Kernel
 from ringfa4.kernels.registry import load_kernel
 from ringfa4.mx.formats import ALONG_D, ALONG_SEQ
 from ringfa4.mx.quantise import rounded
@@ -34,6 +35,23 @@ class TestTiles(OracleContract):
 
 class TestOneBy32(OracleContract):
     wire = "mxfp8-1x32"
+
+
+class TestInteger(OracleContract):
+    wire = "mxfp8"
+
+    def make(self) -> BlockKernel:
+        return ReferenceMxfp8Kernel(integer=True)
+
+    def test_how_far_the_reference_lags_changes_nothing(self) -> None:
+        """Tiles of keys in another order leave other references behind; what is left is the order
+        of fp32 sums.
+        """
+        case = self.case(masks.full(100, 512), chunks=1)
+        keys = torch.arange(512).view(4, 128).flip(0).flatten()  # whole tiles: the blocks stay
+        flipped = replace(case, k=case.k[:, keys], v=case.v[:, keys])
+        for a, b in zip(self.forward(case), self.forward(flipped), strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def spec(**changes: object) -> KernelSpec:
