@@ -1,0 +1,147 @@
+"""How ranks ended, and what that means for all of them: one error that names rank and step.
+
+    outcomes (one a rank)  ->  culprit  ->  RankFailed, or what every rank raised alike
+
+Who is to blame, the first that there is of
+
+    Lost      a rank whose process or node is gone
+    (other)   a rank with an error of its own
+    PeerError the rank that most others name: they waited for it
+    Busy      a rank that still did not answer when the others had failed
+
+A dead process breaks connections in a ring, so ranks further away may blame each other: that is
+hearsay, which the first two kinds overrule. ContextBrokenError is hearsay too.
+
+Pure Python: no Ray, no torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ringfa4.errors import MissingLibraryError, PlanMismatchError, RingError
+from ringfa4.launch.ray_places import Place
+
+LOST, BUSY = "Lost", "Busy"
+"""Errors that the driver finds, beside the exceptions' names."""
+
+HEARSAY = (BUSY, "PeerError", "ContextBrokenError")
+
+ALIKE: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (ValueError, PlanMismatchError, MissingLibraryError, OSError, FileNotFoundError)
+}
+"""What ranks raise alike when the caller asked for what cannot be done; nothing is broken then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a function ended on one rank.
+
+    ``error`` is None when it returned ``value``, else an exception's type, :data:`LOST` or
+    :data:`BUSY`. A PeerError ``blames`` a rank and names the plan ``step`` in which this one
+    noticed. ``where`` is the span this rank entered last.
+    """
+
+    rank: int
+    value: Any = None
+    error: str | None = None
+    message: str = ""
+    details: str = ""
+    blames: int | None = None
+    step: int | None = None
+    where: str | None = None
+
+
+class RankFailed(RingError):
+    """Rank ``rank`` ended the run of all; ``outcomes`` says how each rank ended, by rank.
+
+    ``rank`` is None when no rank can be named. ``step`` is the plan step in which the others
+    noticed, None outside the ring. ``details`` is the culprit's traceback, where its error is not a
+    known one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        step: int | None = None,
+        outcomes: Sequence[Outcome] = (),
+    ) -> None:
+        self.rank, self.step, self.outcomes = rank, step, tuple(outcomes)
+        super().__init__(message)
+
+    @property
+    def details(self) -> str:
+        known = (None, LOST, *HEARSAY, *ALIKE)
+        return "".join(
+            o.details for o in self.outcomes if o.rank == self.rank and o.error not in known
+        )
+
+
+def failed(outcomes: Sequence[Outcome]) -> bool:
+    return any(o.error is not None for o in outcomes)
+
+
+def raised_alike(outcomes: Sequence[Outcome]) -> Exception | None:
+    """The caller's mistake, when that is what every rank says."""
+    said = {(o.error, o.message) for o in outcomes}
+    if len(said) != 1:
+        return None
+    error, message = said.pop()
+    kind = ALIKE.get(error or "")
+    return None if kind is None else kind(message)
+
+
+def blame(outcomes: Sequence[Outcome]) -> int | None:
+    """The culprit, as the module says; None when nobody can be named."""
+    for o in outcomes:
+        if o.error == LOST:
+            return o.rank
+    for o in outcomes:
+        if o.error is not None and o.error not in HEARSAY:
+            return o.rank
+    named = Counter(o.blames for o in outcomes if o.blames is not None)
+    if named:
+        return named.most_common(1)[0][0]
+    return next((o.rank for o in outcomes if o.error == BUSY), None)
+
+
+def diagnose(
+    outcomes: Sequence[Outcome],
+    places: Sequence[Place],
+    last: Mapping[int, str],
+    dead_nodes: frozenset[str] = frozenset(),
+) -> RankFailed:
+    """The one error. ``last``: where the driver saw each rank last, by rank."""
+    culprit = blame(outcomes)
+    if culprit is None:
+        said = "; ".join(f"rank {o.rank}: {o.message}" for o in outcomes if o.error is not None)
+        return RankFailed(said, outcomes=outcomes)
+    theirs, place = outcomes[culprit], places[culprit]
+    witnesses = [o for o in outcomes if o.blames == culprit and o.rank != culprit]
+    if theirs.error == LOST and place.node in dead_nodes:
+        what = f"its node {place.address} is gone"
+    elif theirs.error is None or theirs.error in HEARSAY:
+        what = witnesses[0].message if witnesses else theirs.message
+        what = what.removeprefix(f"rank {culprit}: ").partition(" (noticed in")[0]
+        if theirs.error == BUSY and witnesses:
+            what += "; it does not answer"
+    elif theirs.error == LOST:
+        what = theirs.message
+    else:
+        what = f"{theirs.error}: {theirs.message}"
+    parts = [f"rank {culprit} ({place}): {what}"]
+    seen = theirs.where or last.get(culprit)
+    if seen is not None:
+        parts.append(f"last seen {seen}")
+    steps = [o.step for o in witnesses if o.step is not None]
+    step = min(steps, default=theirs.step)
+    if witnesses:
+        first = min(witnesses, key=lambda o: (o.step is None, o.step or 0))
+        parts.append(f"rank {first.rank} noticed {first.where}")
+    return RankFailed("; ".join(parts), rank=culprit, step=step, outcomes=outcomes)
