@@ -53,11 +53,23 @@ class ForwardSpec:
 
     in the left column's order, then the right's. Strides are bytes; acc is (b, s, heads_q, dv) with
     heads contiguous, max and sum (b, heads_q, s) with s contiguous, modes (b, s). The device
-    function takes three tensor maps (Q, K, V), then what it needs of these. Block (THREADS, 1, 1),
+    function takes three tensor maps (Q, K, V), then ``DEVICE``. Block (THREADS, 1, 1),
     grid (ctas, 1, 1): work w = item * heads_q + head goes to thread block w % ctas.
     """
 
     SIGNATURE: ClassVar[str] = "qqqqiqqqqqqiiiiqqqqqqqqqqqifi"
+    DEVICE: ClassVar[tuple[str, ...]] = (
+        *("q_records", "q_record_bytes", "q_scales"),
+        *("kv_records", "kv_record_bytes", "k_scales", "v_scales"),
+        *("heads_q", "heads_kv"),
+        *("acc", "max", "sum", "acc_b", "acc_s", "row_b", "row_h"),
+        *("items", "segments", "modes", "modes_row", "n_items", "scale"),
+    )
+    """What the device function takes after the maps of Q, K and V."""
+
+    PARAMETERS: ClassVar[str] = "128s" * 3 + "q" * 7 + "ii" + "q" * 11 + "if"
+    """The same as a format of :mod:`struct`, the maps first."""
+
     THREADS: ClassVar[int] = 512
 
     dk: int
@@ -93,3 +105,88 @@ class ForwardSpec:
     def slots(self) -> int:
         """Records of K and of V in flight."""
         return 3 if self.dk <= 128 else 2
+
+    @property
+    def shared(self) -> SharedMap:
+        return SharedMap.of(self)
+
+    @property
+    def SHARED(self) -> int:
+        """Bytes of dynamic shared memory of a launch."""
+        return self.shared.nbytes
+
+
+@dataclass(frozen=True)
+class SharedMap:
+    """Byte offsets in dynamic shared memory, whose base is a multiple of 1024.
+
+    What swizzled copies write begins at a multiple of 1024. ``q`` and its scales hold two tiles,
+    ``k`` and ``v`` and theirs ``slots`` records, ``p_scales`` an atom for each tile, ``rows`` the
+    (reference, sum) of each row of two tiles, ``staging`` a tile of O.
+    """
+
+    q: int
+    k: int
+    v: int
+    staging: int
+    q_scales: int
+    k_scales: int
+    v_scales: int
+    p_scales: int
+    rows: int
+    barriers: int
+    tmem_base: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, spec: ForwardSpec) -> SharedMap:
+        n, atoms = spec.slots, ATOM * spec.k_atoms
+        sizes = [2 * ROWS * spec.dk, n * ROWS * spec.dk, n * ROWS * spec.dv, ROWS * spec.dv * 4]
+        sizes += [2 * atoms, n * atoms, n * ATOM, 2 * ATOM, 2 * ROWS * 8]
+        sizes += [8 * Barriers.of(n).count, 16]
+        offsets = [0]
+        for size in sizes:
+            assert offsets[-1] % 16 == 0, sizes
+            offsets.append(offsets[-1] + size)
+        assert offsets[-1] <= SHARED_LIMIT, (spec, offsets)
+        return cls(*offsets)
+
+
+@dataclass(frozen=True)
+class Barriers:
+    """Number of the first mbarrier of each kind; who arrives -> who waits, per use.
+
+        q_full, k_full, v_full     load (and the bytes)         -> products
+        q_empty, k_empty, v_empty  products (commit)            -> load
+        s_full                     products (commit)            -> softmax of the tile
+        s_loaded                   softmax, once a warp         -> products
+        p_ready                    softmax, once a warp         -> products
+        o_full                     products (commit), softmax   -> epilogue
+        o_empty                    epilogue, once a warp        -> products, softmax
+
+    One of each kind for a tile (q, s, p, o) or a slot (k, v).
+    """
+
+    q_full: int
+    q_empty: int
+    s_full: int
+    s_loaded: int
+    p_ready: int
+    o_full: int
+    o_empty: int
+    k_full: int
+    k_empty: int
+    v_full: int
+    v_empty: int
+    count: int
+
+    @classmethod
+    def of(cls, slots: int) -> Barriers:
+        tiles = list(range(0, 14, 2))
+        return cls(*tiles, *(14 + slots * n for n in range(4)), 14 + slots * 4)
+
+    @property
+    def arrivals(self) -> list[int]:
+        """How many complete a phase, barrier by barrier."""
+        slots = (self.count - 14) // 4
+        return [1] * 6 + [4] * 4 + [5] * 2 + [4] * 2 + [1] * (4 * slots)

@@ -1,0 +1,120 @@
+"""What all warps of a thread block share: arguments, addresses, and where tensor memory holds what.
+
+Columns of tensor memory, of 128 lanes x 32 bits:
+
+      0 - 127   S of tile 0      within S, once its softmax has read it:
+    128 - 255   S of tile 1          0 - 31   P of the tile, E4M3
+    256 - 383   O of tile 0         32 - 35   scales of P        36 - 39   scales of V
+    384 - 511   O of tile 1         64 - 71   scales of Q, of the *other* tile's next S
+                                    72 - 79   scales of K, likewise
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ringfa4.kernels.sm100 import instructions as ptx
+from ringfa4.kernels.sm100.specs import ROWS, Barriers, ForwardSpec, SharedMap
+from ringfa4.kernels.sm100.walk import Item, visits
+
+TMEM_COLUMNS = 512
+S, OUT = (0, 128), (256, 384)
+P, P_SCALES, V_SCALES = 0, 32, 36
+Q_SCALES, K_SCALES = 64, 72
+
+TINY = 2.0**-100
+"""Least scale of a logit: 0 would make NaN of a masked one."""
+
+LOG2E = 1 / math.log(2.0)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Launch arguments (see ForwardSpec), tensor maps' addresses, and what follows from them.
+
+    ``base`` is the address of dynamic shared memory, ``exponent`` |scale| log2 e; ``instruction``
+    describes the products of S, whose Q is negated for a negative scale.
+    """
+
+    spec: ForwardSpec
+    base: Int32
+    q_map: Int64
+    k_map: Int64
+    v_map: Int64
+    q_records: Int64
+    q_record_bytes: Int64
+    q_scales: Int64
+    kv_records: Int64
+    kv_record_bytes: Int64
+    k_scales: Int64
+    v_scales: Int64
+    heads_q: Int32
+    heads_kv: Int32
+    acc: Int64
+    max: Int64
+    sum: Int64
+    acc_b: Int64
+    acc_s: Int64
+    row_b: Int64
+    row_h: Int64
+    items: Int64
+    segments: Int64
+    modes: Int64
+    modes_row: Int64
+    n_items: Int32
+    exponent: Float32
+    instruction: Int32
+
+    @classmethod
+    def of(cls, spec: ForwardSpec, base: Int32, maps: Sequence[Any], *scalars: Any) -> Block:
+        """``scalars`` as ForwardSpec.DEVICE names them, the scale last."""
+        scale = scalars[-1]
+        exponent = ptx.maximum(ptx.scaled(ptx.magnitude(scale), LOG2E), Float32(TINY))
+        instruction = Int32(scale < 0.0) * ptx.NEGATE_A | ptx.product_descriptor(ROWS)
+        return cls(spec, base, *maps, *scalars[:-1], exponent, instruction)
+
+    @property
+    def at(self) -> SharedMap:
+        return self.spec.shared
+
+    @property
+    def barriers(self) -> Barriers:
+        return Barriers.of(self.spec.slots)
+
+    def barrier(self, first: int, index: Any = 0) -> Any:
+        """Address of a barrier: ``first`` of its kind, plus a tile or a slot."""
+        return self.base + self.at.barriers + (first + index) * 8
+
+    def shared(self, offset: int, size: int = 0, index: Any = 0) -> Any:
+        """Address of the ``index``-th of regions of ``size`` bytes."""
+        return self.base + offset + index * size
+
+    def tmem(self) -> Any:
+        """The base of tensor memory."""
+        return ptx.load_shared_word(self.base + self.at.tmem_base)
+
+    @property
+    def first_work(self) -> Any:
+        return cute.arch.block_idx()[0]
+
+    @property
+    def works(self) -> Any:
+        return self.n_items * self.heads_q
+
+    @property
+    def ctas(self) -> Any:
+        return cute.arch.grid_dim()[0]
+
+    def item(self, work: Int32) -> tuple[Item, Any]:
+        """(item, query head) of a work index."""
+        number = work // self.heads_q
+        return Item.read(self.items, number), work - number * self.heads_q
+
+    def visits(self, item: Item) -> Any:
+        return visits(self.segments, item)

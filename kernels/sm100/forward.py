@@ -1,0 +1,184 @@
+"""The MXFP8 forward kernel of SM100: scores, softmax, values and the merge into the state, fused.
+
+A thread block takes two tiles of 128 queries of one (batch row, head) at a time and walks the
+records of keys that they see; it is persistent, its works are w = block, block + grid, ...
+
+    warps  0 -  3   softmax of tile 0, a thread for each row        (softmax)
+           4 -  7   softmax of tile 1
+           8 - 11   O and the state                                 (epilogue)
+          12        products                                        (products)
+          13        copies into shared memory                       (loads)
+          14, 15    none: registers are lent in fours of warps
+
+What each waits for is in :class:`ringfa4.kernels.sm100.specs.Barriers`, where what lies in shared
+memory in ``SharedMap`` there and in tensor memory in :mod:`ringfa4.kernels.sm100.block`.
+
+An item must see a key; rows that see none give (0, -inf, 0). Padding tokens of a record enter the
+products with P = 0, so their V must not be NaN, as the wire has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint8
+from cutlass.cute.nvgpu import cpasync
+
+from ringfa4.kernels.sm100 import instructions as ptx
+from ringfa4.kernels.sm100.block import TMEM_COLUMNS, Block
+from ringfa4.kernels.sm100.epilogue import finish
+from ringfa4.kernels.sm100.loads import load
+from ringfa4.kernels.sm100.products import multiply
+from ringfa4.kernels.sm100.softmax import softmax
+from ringfa4.kernels.sm100.specs import ROWS, ForwardSpec
+
+SOFTMAX_REGISTERS, EPILOGUE_REGISTERS, OTHER_REGISTERS = 192, 80, 48
+
+
+class Forward:
+    """Compile it with arguments of ``ForwardSpec.SIGNATURE`` and a stream."""
+
+    def __init__(self, spec: ForwardSpec) -> None:
+        assert 2 * SOFTMAX_REGISTERS + EPILOGUE_REGISTERS + OTHER_REGISTERS == 4 * 128
+        self.spec = spec
+
+    @cute.jit
+    def __call__(
+        self,
+        q_records: Int64,
+        q_record_bytes: Int64,
+        q_payload: Int64,
+        q_scales: Int64,
+        n_q_records: Int32,
+        kv_records: Int64,
+        kv_record_bytes: Int64,
+        k_payload: Int64,
+        v_payload: Int64,
+        k_scales: Int64,
+        v_scales: Int64,
+        n_kv_records: Int32,
+        batch: Int32,
+        heads_q: Int32,
+        heads_kv: Int32,
+        acc: Int64,
+        max: Int64,
+        sum: Int64,
+        acc_b: Int64,
+        acc_s: Int64,
+        row_b: Int64,
+        row_h: Int64,
+        items: Int64,
+        segments: Int64,
+        modes: Int64,
+        modes_row: Int64,
+        n_items: Int32,
+        scale: Float32,
+        ctas: Int32,
+        stream: Any,
+    ) -> None:
+        spec = self.spec
+        rows_q, rows_kv = batch * heads_q, batch * heads_kv
+        q = _records(q_records + q_payload, ROWS, spec.dk, rows_q, n_q_records, q_record_bytes)
+        k = _records(kv_records + k_payload, ROWS, spec.dk, rows_kv, n_kv_records, kv_record_bytes)
+        v = _records(kv_records + v_payload, spec.dv, ROWS, rows_kv, n_kv_records, kv_record_bytes)
+        self.kernel(
+            _tensor_map(q, ROWS, spec.span),
+            _tensor_map(k, ROWS, spec.span),
+            _tensor_map(v, spec.dv, ROWS),
+            q_records, q_record_bytes, q_scales,
+            kv_records, kv_record_bytes, k_scales, v_scales,
+            heads_q, heads_kv,
+            acc, max, sum, acc_b, acc_s, row_b, row_h,
+            items, segments, modes, modes_row, n_items, scale,
+        ).launch(
+            grid=(ctas, 1, 1), block=(spec.THREADS, 1, 1), smem=spec.SHARED, stream=stream
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_map: cute.CopyAtom,
+        k_map: cute.CopyAtom,
+        v_map: cute.CopyAtom,
+        q_records: Int64,
+        q_record_bytes: Int64,
+        q_scales: Int64,
+        kv_records: Int64,
+        kv_record_bytes: Int64,
+        k_scales: Int64,
+        v_scales: Int64,
+        heads_q: Int32,
+        heads_kv: Int32,
+        acc: Int64,
+        max: Int64,
+        sum: Int64,
+        acc_b: Int64,
+        acc_s: Int64,
+        row_b: Int64,
+        row_h: Int64,
+        items: Int64,
+        segments: Int64,
+        modes: Int64,
+        modes_row: Int64,
+        n_items: Int32,
+        scale: Float32,
+    ) -> None:
+        block = Block.of(
+            self.spec,
+            cute.arch.get_dyn_smem(Uint8, alignment=1024).toint(),
+            [ptx.map_address(atom) for atom in (q_map, k_map, v_map)],
+            q_records, q_record_bytes, q_scales,
+            kv_records, kv_record_bytes, k_scales, v_scales,
+            heads_q, heads_kv,
+            acc, max, sum, acc_b, acc_s, row_b, row_h,
+            items, segments, modes, modes_row, n_items, scale,
+        )  # fmt: skip
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        if (warp == 0) & (lane == 0):
+            for n, arrivals in enumerate(block.barriers.arrivals):
+                ptx.mbarrier_init(block.barrier(n), arrivals)
+            ptx.fence_mbarrier_init()
+        if warp == 12:
+            ptx.tmem_alloc(block.shared(block.at.tmem_base), TMEM_COLUMNS)
+        ptx.before_thread_sync()
+        cute.arch.sync_threads()
+        ptx.after_thread_sync()
+        if warp < 8:
+            cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
+            softmax(block, warp // 4, warp % 4, lane)
+        elif warp < 12:
+            cute.arch.setmaxregister_decrease(EPILOGUE_REGISTERS)
+            finish(block, warp - 8, lane)
+        else:
+            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            if warp == 12:
+                with cute.arch.elect_one():
+                    multiply(block)
+            elif warp == 13:
+                with cute.arch.elect_one():
+                    load(block)
+        ptx.before_thread_sync()
+        cute.arch.sync_threads()
+        if warp == 12:
+            ptx.after_thread_sync()
+            ptx.tmem_dealloc(block.tmem(), TMEM_COLUMNS)
+
+
+def _records(address: Any, rows: int, columns: int, heads: Any, records: Any, stride: Any) -> Any:
+    """A payload as (columns, rows, batch rows and heads, records) bytes."""
+    pointer = cute.make_ptr(Uint8, address, cute.AddressSpace.gmem, assumed_align=128)
+    strides = (1, columns, rows * columns, cute.assume(stride, divby=128))
+    return cute.make_tensor(
+        pointer, cute.make_layout((columns, rows, heads, records), stride=strides)
+    )
+
+
+def _tensor_map(payload: Any, rows: int, span: int) -> Any:
+    """For boxes of ``rows`` rows of ``span`` bytes, swizzled over that span."""
+    box = (span, rows, 1, 1)
+    layout = cute.make_layout(box, stride=(1, span, span * rows, span * rows))
+    swizzled = cute.make_composed_layout(cute.make_swizzle(span.bit_length() - 5, 4, 3), 0, layout)
+    load = cpasync.CopyBulkTensorTileG2SOp()
+    return cpasync.make_tiled_tma_atom(load, payload, swizzled, box).atom

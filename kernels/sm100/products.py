@@ -1,0 +1,158 @@
+"""The warp that gives products to the matrix unit, one thread of it.
+
+Step by step, tile after tile: O_t += P_t V of the record before, then S_t = Q_t K^T of this one, so
+the softmax of one tile runs while the other's products do. Steps follow one another across items:
+the first S of an item does not wait for the last O of the item before.
+
+Products of one thread complete in order; a commit tells who waits for them. The scales of Q and K
+lie in the other tile's S, which is free once its softmax has read it (s_loaded).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ringfa4.kernels.sm100 import instructions as ptx
+from ringfa4.kernels.sm100.block import (
+    K_SCALES,
+    OUT,
+    P_SCALES,
+    Q_SCALES,
+    V_SCALES,
+    Block,
+    P,
+    S,
+)
+from ringfa4.kernels.sm100.loads import advanced, slot_and_parity
+from ringfa4.kernels.sm100.specs import ATOM, ROWS
+
+# Parities of uses so far, bits of one word: + tile.
+Q_USES, S_USES, P_USES, O_USES = 0, 2, 4, 6
+
+
+@cute.jit
+def multiply(block: Block) -> None:
+    slots = block.spec.slots
+    tmem = block.tmem()
+    k, v, uses = Int32(0), Int32(0), Int32(0)
+    waiting, later, last = Int32(0), Int32(0), Int32(0)  # of the record before: its tiles, ...
+    work = block.first_work
+    while work < block.works:
+        item, _ = block.item(work)
+        count = block.visits(item)
+        for i in cutlass.range(count, unroll=1):
+            first, final = Int32(i == 0), Int32(i == count - 1)
+            for tile in cutlass.range_constexpr(2):
+                if tile < waiting:
+                    uses = _values(block, tmem, tile, v, uses, waiting, later, last)
+                if tile < item.tiles:
+                    uses = _logits(block, tmem, tile, k, uses, item.tiles, first, final)
+            if waiting > 0:
+                v = advanced(v, slots)
+            k = advanced(k, slots)
+            waiting, later, last = item.tiles, 1 - first, final
+        work += block.ctas
+    for tile in cutlass.range_constexpr(2):
+        if tile < waiting:
+            uses = _values(block, tmem, tile, v, uses, waiting, later, last)
+
+
+@cute.jit
+def _logits(
+    block: Block, tmem: Int32, tile: cutlass.Constexpr, position: Int32, uses: Int32,
+    tiles: Int32, first: Int32, final: Int32,
+) -> Int32:  # fmt: skip
+    """S of a tile; ``first`` and ``final``: the item's first and last record."""
+    spec, at, barriers = block.spec, block.at, block.barriers
+    slot, parity = slot_and_parity(position, spec.slots)
+    if cutlass.const_expr(tile == 0):
+        ptx.mbarrier_wait(block.barrier(barriers.k_full, slot), parity)
+        _wait_empty(block, barriers.s_loaded + 1, uses, S_USES + 1)
+    _wait_empty(block, barriers.s_loaded, uses, S_USES)
+    if first != 0:
+        _wait_full(block, barriers.q_full + tile, uses, Q_USES + tile)
+        uses = uses ^ (1 << (Q_USES + tile))
+    ptx.after_thread_sync()
+    atoms, tile_bytes = ATOM * spec.k_atoms, ROWS * spec.dk
+    scales = tmem + S[1 - tile]
+    for atom in cutlass.range_constexpr(spec.k_atoms):
+        for column, source in (
+            (Q_SCALES, block.shared(at.q_scales, atoms, tile)),
+            (K_SCALES, block.shared(at.k_scales, atoms, slot)),
+        ):
+            source = ptx.matrix_descriptor(source + atom * ATOM, ptx.SCALES)
+            ptx.copy_scales(scales + (column + 4 * atom), source)
+    a = ptx.matrix_descriptor(block.shared(at.q, tile_bytes, tile), ptx.k_major(spec.span))
+    b = ptx.matrix_descriptor(block.shared(at.k, tile_bytes, slot), ptx.k_major(spec.span))
+    for step in cutlass.range_constexpr(spec.dk // 32):
+        box, within = divmod(step * 32, spec.span)
+        offset = (box * ROWS * spec.span + within) // 16
+        columns = step // 4 * 4
+        ptx.product(
+            tmem + S[tile],
+            a + offset,
+            b + offset,
+            block.instruction | ptx.scale_bytes(step % 4),
+            scales + (Q_SCALES + columns),
+            scales + (K_SCALES + columns),
+            Int32(step > 0),
+        )
+    ptx.commit(block.barrier(barriers.s_full, tile))
+    if tile == tiles - 1:
+        ptx.commit(block.barrier(barriers.k_empty, slot))
+    if final != 0:
+        ptx.commit(block.barrier(barriers.q_empty, tile))
+    return uses ^ (1 << (S_USES + tile))
+
+
+@cute.jit
+def _values(
+    block: Block, tmem: Int32, tile: cutlass.Constexpr, position: Int32, uses: Int32,
+    tiles: Int32, later: Int32, last: Int32,
+) -> Int32:  # fmt: skip
+    """O of a tile; ``later``: not the item's first record, ``last``: its last."""
+    spec, at, barriers = block.spec, block.at, block.barriers
+    slot, parity = slot_and_parity(position, spec.slots)
+    if cutlass.const_expr(tile == 0):
+        ptx.mbarrier_wait(block.barrier(barriers.v_full, slot), parity)
+    _wait_full(block, barriers.p_ready + tile, uses, P_USES + tile)
+    if later == 0:
+        _wait_empty(block, barriers.o_empty + tile, uses, O_USES + tile)
+        uses = uses ^ (1 << (O_USES + tile))
+    ptx.after_thread_sync()
+    region = tmem + S[tile]
+    for column, source in (
+        (P_SCALES, block.shared(at.p_scales, ATOM, tile)),
+        (V_SCALES, block.shared(at.v_scales, ATOM, slot)),
+    ):
+        ptx.copy_scales(region + column, ptx.matrix_descriptor(source, ptx.SCALES))
+    b = ptx.matrix_descriptor(block.shared(at.v, ROWS * spec.dv, slot), ptx.k_major(ROWS))
+    for step in cutlass.range_constexpr(ROWS // 32):
+        ptx.product(
+            tmem + OUT[tile],
+            region + (P + 8 * step),
+            b + 2 * step,
+            Int32(ptx.product_descriptor(spec.dv) | ptx.scale_bytes(step)),
+            region + P_SCALES,
+            region + V_SCALES,
+            later if step == 0 else Int32(1),
+        )
+    if tile == tiles - 1:
+        ptx.commit(block.barrier(barriers.v_empty, slot))
+    if last != 0:
+        ptx.commit(block.barrier(barriers.o_full, tile))
+    return uses ^ (1 << (P_USES + tile))
+
+
+def _wait_full(block: Block, barrier: Any, uses: Any, bit: int) -> None:
+    """Until it has been filled as often as the uses say, and once more."""
+    ptx.mbarrier_wait(block.barrier(barrier), (uses >> bit) & 1)
+
+
+def _wait_empty(block: Block, barrier: Any, uses: Any, bit: int) -> None:
+    """Until it has been emptied as often as the uses say."""
+    ptx.mbarrier_wait(block.barrier(barrier), ((uses >> bit) & 1) ^ 1)

@@ -1,0 +1,204 @@
+"""The softmax warps: four for each tile, a thread for each row.
+
+A record's logits come as S; with x = S c, c = |scale| log2 e, per block of 32 keys
+
+    E = max(ceil(max x), reference - 119),   P = 2^(x - E + 8) in (0, 256],   sum += 2^(E - 8 - r) P
+
+P is rounded to E4M3 and has the E8M0 scale E - 8 - reference: each block its own, at no cost, since
+the exponential needs an offset anyhow. ``reference`` is an integer, so E does not depend on it, and
+O and the sum are multiplied by powers of two when it moves: when a row's ceil(max x) exceeds it by
+more than LAG. A row without keys so far has the reference NOTHING.
+
+Some of the exponentials are polynomials on the FMA units, 2^a = 2^floor(a) (1 + f c1 + f^2 c2 +
+f^3 c3) with f = a - floor(a), a relative error of 8.6e-5, an eighth of a percent of what E4M3
+rounds. a is clamped at -127 by an FMA that saturates: y = (a + 127) / 256. Maxima propagate NaN,
+which that FMA does not: a row that sees one becomes NaN by its offset.
+
+Exact zeros: a masked logit is -inf, and both ways its P is 0; so sum is 0 exactly for rows without
+keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.arch import sync_warp
+
+from ringfa4.kernels.sm100 import instructions as ptx
+from ringfa4.kernels.sm100.block import OUT, Block, P, S
+from ringfa4.kernels.sm100.specs import ATOM, ROWS
+from ringfa4.kernels.sm100.walk import Segment
+
+BLOCK = 32
+LAG = 8.0
+NOTHING = -(2.0**100)
+FLOOR = -119.0
+"""Least exponent of a block against the reference: E8M0 code 0 is 2^-127 = 2^(FLOOR - 8)."""
+
+ROUND = 1.5 * 2.0**23
+"""Added to |x| < 2^22 it leaves an integer in the low bits."""
+
+CODE = 2.0**23
+"""Added to an integer of [0, 255] it leaves that integer in the low byte."""
+
+POLYNOMIAL = (0.69511681, 0.22764487, 0.07706715)
+
+
+@cute.jit
+def softmax(block: Block, tile: Int32, warp: Int32, lane: Int32) -> None:
+    """``warp`` of the tile's four: rows 32 warp ... of the tile."""
+    barriers = block.barriers
+    tmem = block.tmem() + (warp << 21)
+    region, output = tmem + S[0] + tile * ROWS, tmem + OUT[0] + tile * ROWS
+    full, done = block.barrier(barriers.s_full, tile), block.barrier(barriers.o_full, tile)
+    empty = block.barrier(barriers.o_empty, tile)
+    records, items = Int32(0), Int32(0)  # parities
+    work = block.first_work
+    while work < block.works:
+        item, _ = block.item(work)
+        if tile < item.tiles:
+            reference, even, odd = Float32(NOTHING), Int64(0), Int64(0)
+            first = Int32(1)
+            low = item.first + tile * ROWS + warp * 32
+            for number in cutlass.range(item.seg0, item.seg1, unroll=1):
+                segment = Segment.read(block.segments, number, item.first, item.rows)
+                own0, own1 = segment.seen_by(low + lane, 1)
+                all0, all1 = segment.seen_by(low, 32)
+                for t in cutlass.range(segment.t0, segment.t1, unroll=1):
+                    start = t * ROWS
+                    ptx.mbarrier_wait(full, records)
+                    records = records ^ 1
+                    ptx.after_thread_sync()
+                    if (all0 <= start) & (start + ROWS <= all1):
+                        reference, even, odd = _record(
+                            block, False, tile, warp, lane, region, output,
+                            first, reference, even, odd, start, start,
+                        )  # fmt: skip
+                    else:
+                        reference, even, odd = _record(
+                            block, True, tile, warp, lane, region, output,
+                            first, reference, even, odd, own0 - start, own1 - start,
+                        )  # fmt: skip
+                    first = Int32(0)
+            if first == 0:
+                ptx.mbarrier_wait(empty, items ^ 1)
+                items = items ^ 1
+                total = ptx.add(*ptx.halves(ptx.add_pair(even, odd)))
+                row = (tile * 4 + warp) * 32 + lane
+                ptx.store_shared(block.shared(block.at.rows, 8, row), reference, total)
+                sync_warp()
+                ptx.arrive_once(done, lane)
+        work += block.ctas
+
+
+@cute.jit
+def _record(
+    block: Block, masked: cutlass.Constexpr, tile: Int32, warp: Int32, lane: Int32,
+    region: Int32, output: Int32, first: Int32,
+    reference: Float32, even: Int64, odd: Int64, j0: Int32, j1: Int32,
+) -> tuple[Float32, Int64, Int64]:  # fmt: skip
+    """S of one record to P and its scales; a masked row sees the record's keys [j0, j1).
+
+    Returns the row's reference and two pairs of partial sums.
+    """
+    c = block.exponent
+    logits = ptx.tmem_load(region, ROWS)
+    ptx.before_thread_sync()
+    ptx.arrive_once(block.barrier(block.barriers.s_loaded, tile), lane)
+    if cutlass.const_expr(masked):
+        logits = _keep(logits, j0, j1)
+    tops = [_ceiling(logits[n : n + BLOCK], c) for n in range(0, ROWS, BLOCK)]
+    top = ptx.maximum(ptx.maximum(*tops[:3]), tops[3])
+    moves = ptx.greater(top, ptx.add_constant(reference, LAG))
+    if ptx.any_lane(moves) != 0:
+        new = ptx.select(moves, top, reference)
+        factor = ptx.exp2(ptx.subtract(reference, new))
+        factors = ptx.pair(factor, factor)
+        even, odd = ptx.multiply_pair(even, factors), ptx.multiply_pair(odd, factors)
+        reference = new
+        if first == 0:
+            _rescale(output, factors, block.spec.dv)
+    floor = ptx.add_constant(reference, FLOOR)
+    tops = [ptx.maximum(x, floor) for x in tops]
+    codes = [ptx.bits(ptx.add_constant(ptx.subtract(x, reference), CODE - FLOOR)) for x in tops]
+    address = block.shared(block.at.p_scales, ATOM, tile) + lane * 16 + warp * 4
+    ptx.store_shared(address, ptx.low_bytes(codes))
+    ptx.fence_proxy_async()
+    for n in cutlass.range_constexpr(ROWS // BLOCK):
+        weight = ptx.from_bits(ptx.shift_left(codes[n], 23))
+        weights = ptx.pair(weight, weight)
+        values = _exponentials(logits[n * BLOCK : (n + 1) * BLOCK], c, tops[n], block.spec.emulated)
+        words = []
+        for m in cutlass.range_constexpr(0, BLOCK, 4):
+            even = ptx.fma_pair(ptx.pair(*values[m : m + 2]), weights, even)
+            odd = ptx.fma_pair(ptx.pair(*values[m + 2 : m + 4]), weights, odd)
+            words.append(ptx.to_e4m3(values[m : m + 4]))
+        ptx.tmem_store(region + (P + 8 * n), words)
+    ptx.tmem_wait_stores()
+    ptx.before_thread_sync()
+    sync_warp()
+    ptx.arrive_once(block.barrier(block.barriers.p_ready, tile), lane)
+    return reference, even, odd
+
+
+def _keep(logits: list[Any], j0: Any, j1: Any) -> list[Any]:
+    """-inf outside of [j0, j1)."""
+    kept = []
+    for n in range(0, ROWS, BLOCK):
+        mask = ptx.low_ones(j1 - n) & ~ptx.low_ones(j0 - n)
+        kept += [ptx.keep(x, mask, bit) for bit, x in enumerate(logits[n : n + BLOCK])]
+    return kept
+
+
+def _ceiling(logits: list[Any], c: Any) -> Any:
+    """ceil(c max): an integer as long as it is one in fp32, never less than c max."""
+    top = ptx.maximum(*logits[:3])
+    for n in range(3, BLOCK - 1, 2):
+        top = ptx.maximum(top, logits[n], logits[n + 1])
+    top = ptx.maximum(top, logits[BLOCK - 1])
+    return ptx.add_constant(ptx.fma_up(top, c, ROUND), -ROUND)
+
+
+def _rescale(output: Any, factors: Any, dv: int) -> None:
+    """O of the warp's rows times a factor each. No product writes it now: S was committed after."""
+    step = 16
+    for column in range(0, dv, step):
+        values = ptx.tmem_load(output + column, step)
+        scaled: list[Any] = []
+        for n in range(0, step, 2):
+            scaled += ptx.halves(ptx.multiply_pair(ptx.pair(*values[n : n + 2]), factors))
+        ptx.tmem_store(output + column, [ptx.bits(x) for x in scaled])
+
+
+def _exponentials(logits: list[Any], c: Any, top: Any, emulated: int) -> list[Any]:
+    """2^(c x - top + 8), ``emulated`` of them, spread evenly, by polynomials."""
+    offset = ptx.fma_constants(top, -1.0, 8.0)
+    cs, offsets = ptx.pair(c, c), ptx.pair(offset, offset)
+    values: list[Any] = []
+    for n in range(BLOCK // 2):
+        x = logits[2 * n : 2 * n + 2]
+        if (n + 1) * emulated // BLOCK > n * emulated // BLOCK:
+            small, shifted = ptx.scaled(c, 1 / 256), ptx.fma_constants(top, -1 / 256, 135 / 256)
+            values += _polynomial(ptx.pair(*(ptx.fma_saturated(y, small, shifted) for y in x)))
+        else:
+            exponents = ptx.fma_pair(ptx.pair(*x), cs, offsets)
+            values += [ptx.exp2(y) for y in ptx.halves(exponents)]
+    return values
+
+
+def _polynomial(y: Any) -> list[Any]:
+    """2^a of a pair y = (a + 127) / 256, which is not negative; 0 for y = 0."""
+    first, second, third = (ptx.constant_pair(x) for x in POLYNOMIAL)
+    span, biased = ptx.constant_pair(256.0), ptx.constant_pair(ROUND - 127)
+    whole = ptx.fma_pair(y, span, biased, "rm")  # floor(a) in its low bits
+    f = ptx.fma_pair(y, span, ptx.subtract_pair(biased, whole))
+    power = ptx.fma_pair(f, third, second)
+    power = ptx.fma_pair(power, f, first)
+    power = ptx.fma_pair(power, f, ptx.constant_pair(1.0))
+    return [
+        ptx.from_bits(ptx.shift_add(ptx.bits(exponent), 23, ptx.bits(mantissa)))
+        for exponent, mantissa in zip(ptx.halves(whole), ptx.halves(power), strict=True)
+    ]
