@@ -18,12 +18,18 @@ from hypothesis import strategies as st
 
 from ringfa4 import mask as masks
 from ringfa4 import shard as shardings
+from ringfa4.context import Context
+from ringfa4.launch.peers import Peers
 from ringfa4.launch.plan_numbers import Numbers, Shape
 from ringfa4.launch.simulate import last_true, main, results_table
+from ringfa4.launch.simulate_check import Bench, Row, compare
+from ringfa4.launch.simulate_check import Case as Measured
 from ringfa4.launch.simulate_events import Link, Op, run
 from ringfa4.launch.simulate_machine import MACHINES, RATES, Machine, Rate
 from ringfa4.launch.simulate_ring import COMPUTE, Outcome, Setting, simulate
+from ringfa4.launch.world import virtual
 from ringfa4.mask import Mask
+from ringfa4.wire import Direction
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -293,6 +299,34 @@ def test_every_machine_says_where_its_rates_are_from() -> None:
 def test_where_something_stops_to_hold() -> None:
     for limit in range(8):
         assert last_true(lambda n, limit=limit: n <= limit, 7) == limit
+
+
+# ---- beside what is measured --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", ["fp32", "mxfp8"])
+def test_a_measured_ring_and_its_prediction(wire: str) -> None:
+    """On threads: both sides are there, from rates that are all measured; nothing is judged."""
+
+    def rank(context: Context, peers: Peers) -> tuple[dict[Direction, Row], dict[str, float]]:
+        return compare(Bench(Measured(384, wire, 2, 1, 32, "zigzag"), context, peers), 2)
+
+    for rows, rates in virtual(3, "auto", rank, "cpu", 60.0):
+        assert {"link_gbs", "agree_us", "drag", "copy_gbs", "step_us"} < set(rates) < set(RATES)
+        for row in rows.values():
+            assert len(row.predicted) == len(row.measured) == 2
+            assert min(*row.predicted, *row.measured) > 0
+
+
+def test_where_nothing_moves_every_step_still_computes() -> None:
+    """The still ring gives each kernel call records of the right length, in both passes."""
+
+    def rank(context: Context, peers: Peers) -> list[list[int]]:
+        bench = Bench(Measured(1000, "bf16", 1, 1, 32, "zigzag"), context, peers)
+        calls = [bench.call(bench.still(way), way)[1].spans for way in ("forward", "backward")]
+        return [[s.step for s in spans if s.kind == "compute"] for spans in calls]
+
+    assert virtual(4, "auto", rank, "cpu", 60.0) == [[[0, 1, 2, 3]] * 2] * 4
 
 
 # ---- what people read ---------------------------------------------------------------------------
