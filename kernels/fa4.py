@@ -10,10 +10,11 @@ Bands are windows of the call (:mod:`ringfa4.kernels.native`); a causal square i
 dQ is summed across tiles in a fixed order (``deterministic``), so gradients repeat to the bit. The
 name "fa4-nondeterministic" gives the atomic sum, which is faster and repeats to rounding only.
 
-Backward takes head dimensions in steps of 32 only, others are padded with zeros: on SM90 version
-4.0.0b36 returns a wrong dQ for the rest without an error (its accumulator is laid out in steps of
-32, its kernel writes steps of 16: flash-attention pull request 2896). dk != dv is padded likewise
-in both directions.
+Head dimensions that the library does not take, or takes and gets wrong, are padded with zeros
+(:func:`widths`). On SM90 its version 4.0.0b36 returns a wrong dQ without an error where dk is in
+the lower half of a step of 32 (its accumulator is laid out in steps of 32, its kernel writes steps
+of 16: flash-attention pull request 2896), and of the pairs dk != dv only (192, 128) without GQA
+runs: the others fail to build or touch memory that is not theirs.
 
 dQ, dK, dV of a call come rounded to the input dtype; the sums over calls are fp32. K and V on a
 quantising wire are decoded to the input dtype first. Left out: fp8 (its forward has one scale a
@@ -35,7 +36,7 @@ from ringfa4.mask import Band
 
 DTYPES = (torch.bfloat16, torch.float16)
 STEP = 32
-"""Of head dimensions in backward."""
+"""Of head dimensions where they are padded."""
 
 _LAUNCH = threading.Lock()
 """Virtual ranks are threads: the first call of a shape class traces and compiles, which is not
@@ -72,13 +73,6 @@ class Fa4Kernel(NativeKernel):
         dims = (spec.dk, spec.dv)
         if any(d % 8 for d in dims):
             return f"flash-attn-4 takes head dimensions in steps of 8: {spec.dk=}, {spec.dv=}"
-        if (
-            spec.arch[0] == 9
-            and spec.backward
-            and spec.heads_q > spec.heads_kv
-            and spec.dk != spec.dv
-        ):
-            return f"flash-attn-4 has no GQA backward with dk != dv on SM90: {spec.dk=}, {spec.dv=}"
         if spec.arch[0] == 9 and max(dims) > 256:
             return f"flash-attn-4 takes head dimensions up to 256 on SM90: {spec.dk=}, {spec.dv=}"
         if spec.arch[0] == 10 and max(dims) > 128 and dims not in ((192, 128), (256, 256)):
@@ -93,21 +87,21 @@ class Fa4Kernel(NativeKernel):
     def attend(
         self, box: Band, scale: float, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
-        dk, dv = k.shape[-1], v.shape[-1]
-        if dk != dv:
-            q, k, v = padded(q, _width(dk)), padded(k, _width(dk)), padded(v, _width(dv))
+        dk, dv = widths(q, k, v, backward=False)
+        q, k, v, given = padded(q, dk), padded(k, dk), padded(v, dv), v.shape[-1]
         with _LAUNCH:
             out, lse, *_ = self._library._flash_attn_fwd(
                 q, k, v, softmax_scale=scale, return_lse=True, **_mask(box)
             )
-        return out[..., :dv], lse
+        return out[..., :given], lse
 
     def differentiate(
         self, box: Band, scale: float, rows: Rows, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dk, dv = k.shape[-1], v.shape[-1]
-        q, k = (padded(x, _width(dk)) for x in (rows.q, k))
-        v, out, dout = (padded(x, _width(dv)) for x in (v, rows.out, rows.dout))
+        given = k.shape[-1], v.shape[-1]
+        dk, dv = widths(rows.q, k, v, backward=True)
+        q, k = (padded(x, dk) for x in (rows.q, k))
+        v, out, dout = (padded(x, dv) for x in (v, rows.out, rows.dout))
         with _LAUNCH:
             grad_q, grad_k, grad_v = self._library._flash_attn_bwd(
                 q,
@@ -121,7 +115,7 @@ class Fa4Kernel(NativeKernel):
                 deterministic=self.deterministic,
                 **_mask(box),
             )
-        return grad_q[..., :dk], grad_k[..., :dk], grad_v[..., :dv]
+        return grad_q[..., : given[0]], grad_k[..., : given[0]], grad_v[..., : given[1]]
 
 
 class NondeterministicFa4Kernel(Fa4Kernel):
@@ -138,5 +132,18 @@ def _mask(box: Band) -> dict[str, int | bool | None]:
     return {"window_size_left": left, "window_size_right": right}
 
 
-def _width(d: int) -> int:
+def widths(q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> tuple[int, int]:
+    """The dk and dv of the library's call for these operands: theirs, or larger."""
+    dk, dv = k.shape[-1], v.shape[-1]
+    if dk == dv:
+        return (_step_up(dk), _step_up(dv)) if backward else (dk, dv)
+    grouped = q.shape[2] != k.shape[2]
+    if (dk, dv) == (192, 128):
+        hopper = torch.cuda.get_device_capability(q.device)[0] == 9
+        if not (hopper and backward and grouped):
+            return dk, dv
+    return (_step_up(max(dk, dv)),) * 2
+
+
+def _step_up(d: int) -> int:
     return -(-d // STEP) * STEP
