@@ -17,7 +17,7 @@ from ringfa4.kernels.registry import KERNELS, load_kernel
 
 PREFERENCE: Mapping[str, tuple[str, ...]] = {
     "cpu": ("cpu", "reference"),
-    "cuda": ("fa4", "cuda_aten", "reference"),
+    "cuda": ("sm100", "fa4", "cuda_aten", "reference"),
 }
 """Kernels that ``auto`` tries on each device type, best first."""
 

@@ -12,6 +12,7 @@ KERNELS = {
     "cuda_aten": "ringfa4.kernels.cuda_aten:CudaAtenKernel",
     "fa4": "ringfa4.kernels.fa4:Fa4Kernel",
     "fa4-nondeterministic": "ringfa4.kernels.fa4:NondeterministicFa4Kernel",
+    "sm100": "ringfa4.kernels.sm100.kernel:Sm100Kernel",
     "reference-mxfp8": "ringfa4.kernels.reference_mxfp8:ReferenceMxfp8Kernel",
 }
 """name -> module:class. Classes take no arguments."""

@@ -78,7 +78,7 @@ def test_the_key_is_everything_that_decides_the_code(folder: Path, monkeypatch: 
     cache.load(MergeSpec.of("bf16", 128, 8, 2, False), "sm_90a", build)
     monkeypatch.setattr(cache, "dsl_version", lambda: "1.2.4")
     cache.load(SPEC, "sm_90a", build)
-    monkeypatch.setattr(cache, "source_digest", lambda: "edited")
+    monkeypatch.setattr(cache, "source_digest", lambda _: "edited")
     cache.load(SPEC, "sm_90a", build)
     assert build.calls == 5
 

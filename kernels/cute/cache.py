@@ -2,7 +2,7 @@
 
     <user cache>/ringfa4/kernels/<hash>.cubin   JSON (entry, digest, key) in a line, then the cubin
 
-The key is a hash over the DSL's version, the architecture, the spec and this package's source, so
+The key is a hash over the DSL's version, the architecture, the spec and the kernel's source, so
 nothing stale is ever found. The user cache is ``$XDG_CACHE_HOME``, or ``~/.cache``.
 
 Loading compiled code is running it, so the folder must be the user's own: it is made with mode 0700
@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import stat
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -52,17 +53,23 @@ def dsl_version() -> str:
 
 
 @cache
-def source_digest() -> str:
-    """Hash over this package's source files: editing a kernel must not find the old one."""
+def source_digest(module: str) -> str:
+    """Hash over this package's source files and those beside ``module``: editing a kernel must not
+    find the old one.
+    """
+    other = sys.modules[module].__file__
+    assert other is not None, module
     total = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        total.update(path.read_bytes())
+    for folder in sorted({Path(__file__).parent, Path(other).parent}):
+        for path in sorted(folder.glob("*.py")):
+            total.update(path.read_bytes())
     return total.hexdigest()
 
 
 def kernel_key(spec: Spec, arch: str) -> str:
     """Everything that decides the machine code, readable."""
-    return f"format {FORMAT}; dsl {dsl_version()}; {arch}; {spec!r}; source {source_digest()}"
+    source = source_digest(type(spec).__module__)
+    return f"format {FORMAT}; dsl {dsl_version()}; {arch}; {spec!r}; source {source}"
 
 
 def cache_folder() -> Path | None:

@@ -13,24 +13,18 @@ import threading
 from importlib import import_module
 from typing import Any
 
-from ringfa4.kernels.cute.specs import (
-    AccumulateSpec,
-    DecodeSpec,
-    EncodeSpec,
-    FillSpec,
-    GuardSpec,
-    MergeSpec,
-    Spec,
-)
+from ringfa4.kernels.cute.specs import Spec, parameters
 
 KERNELS = {
-    EncodeSpec: "ringfa4.kernels.cute.encode:Encode",
-    DecodeSpec: "ringfa4.kernels.cute.decode:Decode",
-    MergeSpec: "ringfa4.kernels.cute.merge:Merge",
-    GuardSpec: "ringfa4.kernels.cute.guard:Guard",
-    FillSpec: "ringfa4.kernels.cute.guard:Fill",
-    AccumulateSpec: "ringfa4.kernels.cute.accumulate:Accumulate",
+    "EncodeSpec": "ringfa4.kernels.cute.encode:Encode",
+    "DecodeSpec": "ringfa4.kernels.cute.decode:Decode",
+    "MergeSpec": "ringfa4.kernels.cute.merge:Merge",
+    "GuardSpec": "ringfa4.kernels.cute.guard:Guard",
+    "FillSpec": "ringfa4.kernels.cute.guard:Fill",
+    "AccumulateSpec": "ringfa4.kernels.cute.accumulate:Accumulate",
+    "ForwardSpec": "ringfa4.kernels.sm100.forward:Forward",
 }
+"""Name of a spec's class -> module:class, imported when it is compiled."""
 
 _TRACING = threading.Lock()
 """The DSL traces with global state; virtual ranks are threads."""
@@ -46,9 +40,9 @@ def _compile(spec: Spec, arch: str) -> tuple[bytes, str, str]:
     cute = import_module("cutlass.cute")
     cutlass = import_module("cutlass")
     runtime = import_module("cutlass.cute.runtime")
-    module, attribute = KERNELS[type(spec)].split(":")
+    module, attribute = KERNELS[type(spec).__name__].split(":")
     kernel = getattr(import_module(module), attribute)(spec)
-    zeros = {"q": cutlass.Int64(0), "i": cutlass.Int32(0)}
+    zeros = {"q": cutlass.Int64(0), "i": cutlass.Int32(0), "f": cutlass.Float32(0.0)}
     arguments = [zeros[letter] for letter in spec.SIGNATURE]
     with tempfile.TemporaryDirectory(prefix="ringfa4-") as folder:  # 0700; the DSL dumps into it
         compiled: Any = cute.compile(
@@ -60,6 +54,13 @@ def _compile(spec: Spec, arch: str) -> tuple[bytes, str, str]:
         cubin, ptx = bytes(compiled.__cubin__), str(compiled.__ptx__)
     entries = re.findall(r"\.entry\s+(\w+)\(", ptx)
     assert len(entries) == 1, entries
-    widths = re.findall(r"\.param \.u(\d\d) ", ptx)
-    assert widths == ["64" if letter == "q" else "32" for letter in spec.SIGNATURE], widths
+    assert _parameters(ptx) == parameters(spec), (_parameters(ptx), parameters(spec))
     return cubin, entries[0], ptx
+
+
+def _parameters(ptx: str) -> str:
+    """The parameters of the entry as a format of :mod:`struct`."""
+    letters = {"u64": "q", "u32": "i", "f32": "f"}
+    head = ptx[ptx.index(".entry") : ptx.index(")", ptx.index(".entry"))]
+    found = re.findall(r"\.param (?:\.align \d+ )?\.(\w+) \w+(?:\[(\d+)\])?", head)
+    return "".join(f"{size}s" if size else letters[kind] for kind, size in found)

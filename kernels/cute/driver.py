@@ -20,6 +20,12 @@ _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
 """CU_LAUNCH_PARAM_*: arguments as one packed buffer, which is several times as fast as one by one.
 """
 
+_MOST_SHARED = 8
+"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: more than 48 KB must be asked for."""
+
+_SWIZZLE = {0: 0, 32: 1, 64: 2, 128: 3}
+"""Span in bytes -> CUtensorMapSwizzle."""
+
 
 @cache
 def _cuda() -> ctypes.CDLL:
@@ -35,12 +41,17 @@ def _check(code: int, what: str) -> None:
 
 
 class Kernel:
-    """A loaded kernel. ``signature`` has a letter for each argument: "q" 64 bits, "i" 32 bits."""
+    """A loaded kernel. ``signature`` is a format of :mod:`struct`: "q" 64 bits, "i" 32 bits, "f"
+    fp32, "128s" a tensor map. ``shared``: bytes of dynamic shared memory.
+    """
 
-    def __init__(self, cubin: bytes, entry: str, signature: str, threads: int) -> None:
+    def __init__(
+        self, cubin: bytes, entry: str, signature: str, threads: int, shared: int = 0
+    ) -> None:
         cuda = _cuda()
         self._arguments = struct.Struct("@" + signature)  # aligned as the kernel's parameters are
-        self._threads = threads
+        self._threads, self._shared = threads, shared
+        self._prepared: set[int] = set()
         self._cubin = cubin  # the driver may read it later
         library = ctypes.c_void_p()
         _check(
@@ -54,10 +65,18 @@ class Kernel:
         )
 
     def launch(
-        self, grid: tuple[int, int, int], device: int, stream: int, arguments: Sequence[int]
+        self,
+        grid: tuple[int, int, int],
+        device: int,
+        stream: int,
+        arguments: Sequence[int | float | bytes],
     ) -> None:
         """On ``stream`` (a handle) of the current device, ``device``."""
         _bind_context(device)
+        if self._shared and device not in self._prepared:
+            code = _cuda().cuKernelSetAttribute(_MOST_SHARED, self._shared, self._kernel, device)
+            _check(code, f"asking for {self._shared} bytes of shared memory")
+            self._prepared.add(device)
         packed = self._arguments.pack(*arguments)
         buffer = ctypes.create_string_buffer(packed, len(packed))
         size = ctypes.c_size_t(len(packed))
@@ -65,9 +84,36 @@ class Kernel:
             _BUFFER_POINTER, ctypes.addressof(buffer), _BUFFER_SIZE, ctypes.addressof(size), _END
         )
         code = _cuda().cuLaunchKernel(
-            self._kernel, *grid, self._threads, 1, 1, 0, ctypes.c_void_p(stream), None, extra
-        )
+            self._kernel, *grid, self._threads, 1, 1, self._shared, ctypes.c_void_p(stream), None,
+            extra,
+        )  # fmt: skip
         _check(code, "launching a fused kernel")
+
+
+def tensor_map(
+    address: int,
+    extents: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    swizzle: int,
+) -> bytes:
+    """A tensor map over bytes, as a kernel's parameter.
+
+    ``extents`` and ``box`` innermost first, ``strides`` (bytes) of all but the innermost;
+    ``swizzle`` is a span in bytes, or 0. What lies outside of the extents reads as 0.
+    """
+    rank = len(extents)
+    assert len(strides) == rank - 1 and len(box) == rank, (extents, strides, box)
+    room = ctypes.create_string_buffer(128 + 64)
+    start = -ctypes.addressof(room) % 64  # the driver wants 64-byte alignment
+    many, few = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
+    code = _cuda().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(ctypes.addressof(room) + start), 0, ctypes.c_uint32(rank),
+        ctypes.c_void_p(address), many(*extents), many(*strides), few(*box), few(*[1] * rank),
+        0, _SWIZZLE[swizzle], 2, 0,  # bytes (above), no interleave; promotion to 128 bytes in L2
+    )  # fmt: skip
+    _check(code, f"describing {tuple(extents)} bytes at {address:#x}")
+    return room.raw[start : start + 128]
 
 
 def _bind_context(device: int) -> None:

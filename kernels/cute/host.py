@@ -27,6 +27,7 @@ from ringfa4.kernels.cute.specs import (
     GuardSpec,
     MergeSpec,
     Spec,
+    parameters,
 )
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -49,7 +50,8 @@ def unavailable(device: torch.device) -> str | None:
 def kernel(spec: Spec, arch: str) -> Kernel:
     """The loaded kernel: from this process, from disk, or compiled now."""
     binary = cache.load(spec, arch, _build)
-    return Kernel(binary.cubin, binary.entry, spec.SIGNATURE, spec.THREADS)
+    shared = getattr(spec, "SHARED", 0)
+    return Kernel(binary.cubin, binary.entry, parameters(spec), spec.THREADS, shared)
 
 
 def _build(spec: Spec, arch: str) -> cache.Binary:

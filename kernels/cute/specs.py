@@ -1,15 +1,35 @@
 """What can be compiled: a frozen spec for each kernel, and how its arguments are passed.
 
 A spec holds everything that is fixed at compile time, so equal specs are one kernel, and its repr
-names the kernel in the on-disk cache. Kernels take integers only (addresses, strides and sizes):
-``SIGNATURE`` has a letter for each, "q" for 64 bits and "i" for 32. Nothing of the DSL is imported
-here, so that a warm cache never pays for it.
+names the kernel in the on-disk cache. Kernels take integers only (addresses, strides and sizes),
+and a softmax scale: ``SIGNATURE`` has a letter for each, "q" for 64 bits, "i" for 32, "f" for fp32.
+Nothing of the DSL is imported here, so that a warm cache never pays for it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
+
+
+class Spec(Protocol):
+    """A kernel: its repr says all that is compiled, ``SIGNATURE`` how its host function is called.
+
+    A device function that is given other parameters, such as tensor maps made by the host function,
+    has them in ``PARAMETERS``, as a format of :mod:`struct`.
+    """
+
+    SIGNATURE: ClassVar[str]
+    THREADS: ClassVar[int]
+
+    def __hash__(self) -> int: ...
+
+
+def parameters(spec: Spec) -> str:
+    """What the device function takes, in order, as a format of :mod:`struct`."""
+    found: str = getattr(spec, "PARAMETERS", spec.SIGNATURE)
+    return found
+
 
 TILE = 32
 """Tokens that a warp of encode and decode holds: those of a block along the sequence."""
@@ -164,6 +184,3 @@ class AccumulateSpec:
     dtype: str
     d: int
     first: bool
-
-
-Spec = EncodeSpec | DecodeSpec | MergeSpec | GuardSpec | FillSpec | AccumulateSpec

@@ -183,7 +183,8 @@ class _Tables:
             for record in range(band.q0 // RECORD, (band.q1 - 1) // RECORD + 1):
                 touching.setdefault(record, []).append(number)
         count, offset = self._queries.chunks[chunk].count, self._queries.offsets[chunk]
-        base, items, done = self._queries.record_base[chunk], [], -1
+        base, done = self._queries.record_base[chunk], -1
+        items: list[tuple[int, tuple[int, ...]]] = []
         for record in sorted(touching):
             if record <= done:
                 continue  # the second of the pair before

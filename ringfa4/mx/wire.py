@@ -279,8 +279,8 @@ class MxWire(WireFormat):
         geometry = Geometry(k.shape[0], k.shape[2], k.shape[3], v.shape[3], k.dtype)
         layout = self.layout(geometry, direction)
         records = out[: shard.records * layout.nbytes].view(-1, layout.nbytes)
-        for which, x in (("k", k), ("v", v)):
-            self.write(layout, which, x, shard, records)
+        self.write(layout, "k", k, shard, records)
+        self.write(layout, "v", v, shard, records)
 
     def write(
         self, layout: RecordLayout, which: Which, x: Tensor, shard: Shard, records: Tensor

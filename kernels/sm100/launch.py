@@ -1,0 +1,129 @@
+"""From arguments to a running kernel: compiled once, loaded from disk, launched by the driver.
+
+    device function(map of Q, map of K, map of V, scalars of ForwardSpec.DEVICE)
+    grid (ctas, 1, 1), block (THREADS, 1, 1), SHARED bytes of dynamic shared memory
+
+A tensor map describes the payloads of all records: the contiguous axis, the other axis, batch row
+and head together, record; the last has the bytes of a record as its stride. All elements are bytes.
+What a launch does is behind :class:`Launcher`, so that tests put an executor of the kernel's PTX,
+or a reading of the same tables in NumPy, in the place of a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ringfa4.kernels.cute import driver, host
+from ringfa4.kernels.sm100.specs import ROWS, ForwardSpec
+
+
+class Arguments(NamedTuple):
+    """What a launch is given, in the order of ``ForwardSpec.SIGNATURE``: addresses and strides in
+    bytes, counts, and the softmax scale. :class:`ForwardSpec` says what each is.
+    """
+
+    q_records: int
+    q_record_bytes: int
+    q_payload: int
+    q_scales: int
+    n_q_records: int
+    kv_records: int
+    kv_record_bytes: int
+    k_payload: int
+    v_payload: int
+    k_scales: int
+    v_scales: int
+    n_kv_records: int
+    batch: int
+    heads_q: int
+    heads_kv: int
+    acc: int
+    max: int
+    sum: int
+    acc_b: int
+    acc_s: int
+    row_b: int
+    row_h: int
+    items: int
+    segments: int
+    modes: int
+    modes_row: int
+    n_items: int
+    scale: float
+    ctas: int
+
+
+class Launcher(Protocol):
+    """Runs the kernel for some tensors' device, in order after what was launched before."""
+
+    def multiprocessors(self, device: torch.device) -> int:
+        """How many thread blocks run at a time: one on each multiprocessor."""
+
+    def emulated(self, device: torch.device) -> int:
+        """``ForwardSpec.emulated`` for this device."""
+
+    def __call__(self, spec: ForwardSpec, device: torch.device, arguments: Arguments) -> None:
+        """Launch; asynchronous, on the current stream."""
+
+
+class TensorMap(NamedTuple):
+    """The arguments of :func:`ringfa4.kernels.cute.driver.tensor_map`."""
+
+    address: int
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+
+
+def tensor_maps(spec: ForwardSpec, a: Arguments) -> tuple[TensorMap, TensorMap, TensorMap]:
+    """The maps of Q, K and V."""
+    span, rows_q, rows_kv = spec.span, a.batch * a.heads_q, a.batch * a.heads_kv
+    return (
+        TensorMap(
+            a.q_records + a.q_payload,
+            (spec.dk, ROWS, rows_q, a.n_q_records),
+            (spec.dk, ROWS * spec.dk, a.q_record_bytes),
+            (span, ROWS, 1, 1),
+            span,
+        ),
+        TensorMap(
+            a.kv_records + a.k_payload,
+            (spec.dk, ROWS, rows_kv, a.n_kv_records),
+            (spec.dk, ROWS * spec.dk, a.kv_record_bytes),
+            (span, ROWS, 1, 1),
+            span,
+        ),
+        TensorMap(
+            a.kv_records + a.v_payload,
+            (ROWS, spec.dv, rows_kv, a.n_kv_records),
+            (ROWS, ROWS * spec.dv, a.kv_record_bytes),
+            (ROWS, spec.dv, 1, 1),
+            ROWS,
+        ),
+    )
+
+
+EMULATED = {"sm_100a": 8, "sm_103a": 0}
+"""Of each 32 exponentials, how many are polynomials: the exp unit of SM103 is twice as fast."""
+
+
+class CudaLauncher:
+    """The GPU: a binary from the on-disk cache or compiled now, launched on the current stream."""
+
+    def multiprocessors(self, device: torch.device) -> int:
+        return torch.cuda.get_device_properties(device).multi_processor_count
+
+    def emulated(self, device: torch.device) -> int:
+        return EMULATED[driver.architecture(device)]
+
+    def __call__(self, spec: ForwardSpec, device: torch.device, arguments: Arguments) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        kernel = host.kernel(spec, driver.architecture(device))
+        with torch.cuda.device(index):
+            maps = [driver.tensor_map(*m) for m in tensor_maps(spec, arguments)]
+            scalars = [getattr(arguments, name) for name in spec.DEVICE]
+            stream = torch.cuda.current_stream(device).cuda_stream
+            kernel.launch((arguments.ctas, 1, 1), index, stream, [*maps, *scalars])

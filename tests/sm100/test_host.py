@@ -1,0 +1,179 @@
+"""The host side of the SM100 kernel by itself: its launches are read in NumPy, without the DSL."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ringfa4 import mask as masks
+from ringfa4.kernels.choose import choose_kernel
+from ringfa4.kernels.interface import BlockKernel, KernelSpec
+from ringfa4.kernels.reference_mxfp8 import ReferenceMxfp8Kernel
+from ringfa4.kernels.registry import load_kernel
+from ringfa4.kernels.sm100.kernel import Sm100Kernel
+from ringfa4.kernels.sm100.launch import Arguments
+from ringfa4.kernels.sm100.specs import ForwardSpec
+from ringfa4.testing.compare import compare
+from sm100.emulated_launch import EmulatedLauncher
+from sm100.forward_contract import ForwardContract
+
+
+class EmulatedContract(ForwardContract):
+    def kernel_forward(self) -> BlockKernel:
+        return Sm100Kernel(EmulatedLauncher())
+
+
+class TestTiles(EmulatedContract):
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class TestOneBy32(EmulatedContract):
+    wire = "mxfp8-1x32"
+
+
+# ---- how tightly --------------------------------------------------------------------------------
+
+CLOSE_DB = 55.0
+"""Against the oracle that rounds where the kernel rounds. Where their fp32 logits differ by a few
+units, at most 2^-20 of P, a P moves across one of E4M3's 8 to 16 roundings an octave: 2^-16 of them
+do, by 2^-4 each. That is -72 dB; 20 dB are left to short sums."""
+
+GAUSSIAN_DB = 24.5
+"""Against fp64 on Gaussian inputs; the oracle itself reaches 25.5."""
+
+
+@pytest.mark.parametrize("wire", ["mxfp8", "mxfp8-1x32"])
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (192, 128)], ids=str)
+def test_it_is_the_rounding_oracle(wire: str, dims: tuple[int, int]) -> None:
+    """All that is between them is the order of fp32 sums: out and lse, several tasks."""
+    contract = EmulatedContract()
+    contract.wire, contract.head_dims = wire, dims
+    case = contract.case(masks.window(400, left=300), chunks=2)
+    out, lse = contract.forward(case)
+    contract.kernel_forward = lambda: ReferenceMxfp8Kernel(integer=True)  # type: ignore[method-assign]
+    due, due_lse = contract.forward(case)
+    assert compare(out, due).worst_head_db > CLOSE_DB, str(compare(out, due))
+    torch.testing.assert_close(lse, due_lse, rtol=0, atol=2.0**-19)
+    assert compare(out, case.truth.out).sqnr_db > GAUSSIAN_DB
+
+
+def test_references_move_when_maxima_grow() -> None:
+    """Logits that grow by hundreds from record to record: every row rescales in each of them."""
+    contract = EmulatedContract()
+    case = contract.case(masks.full(130, 512), chunks=1, batch=1)
+    steps = torch.arange(512).view(1, -1, 1, 1) // 128
+    q, k = case.q.abs() + 0.5, case.k * (1 + steps) + 40 * steps
+    case = replace(case, q=q, k=k)
+    out, lse = contract.forward(case)
+    contract.kernel_forward = lambda: ReferenceMxfp8Kernel(integer=True)  # type: ignore[method-assign]
+    due, due_lse = contract.forward(case)
+    assert float(lse.max()) > 1000
+    assert compare(out, due).worst_head_db > CLOSE_DB, str(compare(out, due))
+    torch.testing.assert_close(lse, due_lse)
+
+
+# ---- the choice ---------------------------------------------------------------------------------
+
+B200 = KernelSpec("cuda", (10, 0), torch.bfloat16, "mxfp8", 8, 2, 128, 128, frozenset(), False)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"device": "cpu", "arch": None}, "it computes on NVIDIA GPUs, the tensors are on 'cpu'"),
+        (
+            {"arch": (9, 0)},
+            r"it needs compute capability \(10, 0\) and \(10, 3\).*this is \(9, 0\)",
+        ),
+        ({"arch": (12, 0)}, r"this is \(12, 0\)"),
+        ({"wire": "bf16"}, r"it reads MXFP8 wires \(mxfp8, mxfp8-1x32\), not 'bf16'"),
+        ({"backward": True}, "it computes forward passes only; kernel='auto' takes another one"),
+        ({"dtype": torch.float64}, "bf16, fp16 and fp32, not torch.float64"),
+        ({"heads_kv": 3}, "spec.heads_q=8 is not a multiple of spec.heads_kv=3"),
+        ({"dk": 96}, "dk=96, dv=128: keys may have 64, 128 or 192"),
+        ({"dv": 256}, "dk=128, dv=256"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_refuses_with_reasons(
+    change: dict[str, object], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ringfa4.kernels.sm100.kernel.find_spec", lambda name: name)
+    kernel = load_kernel("sm100")
+    assert kernel.supports(B200) is None
+    assert kernel.supports(replace(B200, arch=(10, 3), wire="mxfp8-1x32")) is None
+    found = kernel.supports(replace(B200, **change))  # type: ignore[arg-type]
+    assert found is not None
+    assert re.search(reason, found), found
+
+
+def test_needs_the_dsl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringfa4.kernels.sm100.kernel.find_spec", lambda name: None)
+    assert load_kernel("sm100").supports(B200) == (
+        "the CuTe DSL is not installed (pip install 'ringfa4[cuda]')"
+    )
+
+
+def test_auto_takes_it_forward_and_another_one_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringfa4.kernels.sm100.kernel.find_spec", lambda name: name)
+    choose_kernel.cache_clear()
+    forward = choose_kernel("auto", B200)
+    assert (forward.kernel.name, forward.refusals) == ("sm100", ())
+    backward = choose_kernel("auto", replace(B200, backward=True))
+    assert backward.kernel.name in ("fa4", "cuda_aten", "reference")
+    name, reason = backward.refusals[0]
+    assert name == "sm100" and reason.startswith("it computes forward passes only")
+    with pytest.raises(ValueError, match="kernel 'sm100' refuses: it computes forward passes only"):
+        choose_kernel("sm100", replace(B200, backward=True))
+    choose_kernel.cache_clear()
+
+
+# ---- the launch ---------------------------------------------------------------------------------
+
+
+def test_arguments_are_those_of_the_spec() -> None:
+    letters = dict(zip(Arguments._fields, ForwardSpec.SIGNATURE, strict=True))
+    assert "128s" * 3 + "".join(letters[name] for name in ForwardSpec.DEVICE) == (
+        ForwardSpec.PARAMETERS
+    )
+    assert [letters[name] for name in ("scale", "ctas", "n_items", "acc_s")] == ["f", "i", "i", "q"]
+
+
+def test_one_launch_for_all_tasks_and_none_for_none() -> None:
+    contract, launcher = ForwardContract(), EmulatedLauncher(multiprocessors=5)
+    case = contract.case(masks.causal(150))
+    kernel, state = Sm100Kernel(launcher), case.state()
+    queries, encoded = kernel.prepare(case.q, case.q_shard), case.encoded()
+    assert len(case.tasks) == 3
+    kernel.forward(queries, encoded, case.tasks, case.scale, state)
+    kernel.forward(queries, encoded, (), case.scale, state)
+    ((spec, arguments),) = launcher.launches
+    assert spec == ForwardSpec(64, 64, 8)
+    # Two chunks of queries, shorter than 256 tokens, in two batch rows; four heads.
+    assert (arguments.n_items, arguments.ctas) == (4, 5)
+    assert (
+        Sm100Kernel(EmulatedLauncher(99)).forward(queries, encoded, case.tasks, case.scale, state)
+        is None
+    )
+
+
+@pytest.mark.parametrize("wire", ["mxfp8", "mxfp8-1x32"])
+def test_queries_are_encoded_once_as_the_wire_encodes_keys(wire: str) -> None:
+    """The same bytes as K of as many heads would have, chunk by chunk, whatever the strides."""
+    contract = ForwardContract()
+    contract.wire = wire
+    case = contract.case(masks.full(300), heads=(3, 3), dims=(192, 64), dtype=torch.bfloat16)
+    wide = torch.zeros(*case.q.shape[:3], 2 * 192, dtype=case.q.dtype)
+    wide[..., ::2] = case.q
+    queries = Sm100Kernel(EmulatedLauncher()).prepare(wide[..., ::2], case.q_shard)
+    found = queries.records(wire)
+    assert queries.records(wire) is found
+    as_keys = replace(case, k=case.q, k_shard=case.q_shard).encoded()
+    size, start = found.scales, as_keys.layout.operand("k", "d").scales
+    assert torch.equal(found.records[:, :size], as_keys.records[:, :size])
+    assert torch.equal(
+        found.records[:, size:], as_keys.records[:, start : start + found.records.shape[1] - size]
+    )
