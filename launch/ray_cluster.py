@@ -49,13 +49,14 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "
 """No report to Ray's makers; and no warning about what a later Ray does with CUDA_VISIBLE_DEVICES.
 """
 
-HEALTH = {
+SYSTEM = {
+    "prestart_worker_first_driver": False,
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
     "health_check_failure_threshold": 3,
 }
-"""A node of this machine that is gone refuses connections: 1.5 s tell. A busy one only answers
-late, for which Ray allows 10 s a check."""
+"""No workers in stock, since ranks have an environment of their own. And a node of this machine
+that is gone refuses connections: 1.5 s tell. A busy one answers late: Ray allows 10 s a check."""
 
 
 class LocalCluster:
@@ -90,7 +91,7 @@ class LocalCluster:
     def add_node(self) -> int:
         """One more node; its index. The first is the head."""
         index = len(self._nodes)
-        head = {} if index else {"include_dashboard": False, "_system_config": HEALTH}
+        head = {} if index else {"include_dashboard": False, "_system_config": SYSTEM}
         devices = range(index * self.gpus, (index + 1) * self.gpus)
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if self.gpus else {}
         node = self._cluster.add_node(
@@ -140,6 +141,8 @@ def connected(address: str) -> Iterator[None]:
     if ray.is_initialized():
         raise RuntimeError("this process is connected to a Ray cluster already")
     own = {"_node_ip_address": _loopback(0)} if address.startswith("127.") else {}
+    # Ray prints raylets' remarks on standard output, also when it is told not to pass on logs.
+    ray._private.worker._worker_logs_enabled = False
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", **own)
     except ConnectionError as error:

@@ -43,6 +43,7 @@ from ringfa4.launch.ray_outcomes import (
     LOST,
     Outcome,
     RankFailed,
+    Spot,
     diagnose,
     failed,
     raised_alike,
@@ -57,7 +58,10 @@ GRACE_S = 5.0
 """How long the other ranks may take to notice a failure. Reasons travel through the group's store
 in 0.05 s; longer is for loaded machines, and for ranks that wait outside the ring."""
 
-BURIAL_S = 20.0
+LAST_WORD_S = 1.0
+"""How long ranks that all others have named may still take to say what is wrong with them."""
+
+BURIAL_S = 10.0
 """How long killed processes and a removed placement group may take to be gone."""
 
 PASSED_ON = ("NCCL_", "GLOO_", "NVSHMEM_", "TORCH_", "CUDA_", "OMP_", "GOMP_", "MKL_", "RINGFA4_")
@@ -300,12 +304,17 @@ class Gang:
                 outcomes[rank] = outcome = _outcome(rank, call)
                 if outcome.error is not None and deadline is None:
                     deadline = time.monotonic() + GRACE_S
+            if deadline is not None and set(waiting.values()) <= {
+                o.blames for o in outcomes.values()
+            }:
+                # Everybody else has waited for these already, for as long as it is allowed.
+                deadline = min(deadline, time.monotonic() + LAST_WORD_S)
             watch.look()
         for rank in waiting.values():
-            outcomes[rank] = Outcome(rank, error=BUSY, message=f"no answer in {GRACE_S:g} s more")
+            outcomes[rank] = Outcome(rank, error=BUSY, message="no answer")
         return [outcomes[rank] for rank in range(self.world)]
 
-    def _failure(self, outcomes: list[Outcome], last: Mapping[int, str]) -> Exception:
+    def _failure(self, outcomes: list[Outcome], last: Mapping[int, Spot | None]) -> Exception:
         """The error for all. Closes the gang, unless nothing is wrong but the caller's input."""
         alike = raised_alike(outcomes)
         if alike is not None:
@@ -332,7 +341,7 @@ class _Watch:
 
     def __init__(self, actors: Sequence[Any], show: Callable[[str], None] | None) -> None:
         self._actors, self._show = actors, show
-        self.last: dict[int, str] = {}
+        self.last: dict[int, Spot | None] = {}
         self._asked: dict[Any, int] = {}
         self._shown = 0
 
@@ -388,9 +397,13 @@ def _outcome(rank: int, call: Any) -> Outcome:
 
 def _brief(error: RayActorError) -> str:
     """Ray's account of a lost actor without its advice."""
-    text = " ".join(str(error).split())
-    detail = text.partition("Worker exit detail: ")[2] or text
-    return f"its process ended ({detail.partition('. ')[0]})"
+    lines = str(error).strip().splitlines()
+    if "creation task" in lines[0]:  # the rest is a traceback
+        return f"it cannot start: {lines[-1]}"
+    detail = " ".join(lines).partition("Worker exit detail: ")[2].partition(". ")[0]
+    if not detail or "connection error code 2" in detail:  # end of file
+        return "its process is gone (killed, crashed or out of memory)"
+    return f"its process is gone ({detail})"
 
 
 def _state(group: PlacementGroup) -> str:

@@ -25,6 +25,9 @@ from typing import Any
 from ringfa4.errors import MissingLibraryError, PlanMismatchError, RingError
 from ringfa4.launch.ray_places import Place
 
+Spot = tuple[str, str, int]
+"""(call, kind of span, plan step): where a rank is, or was last."""
+
 LOST, BUSY = "Lost", "Busy"
 """Errors that the driver finds, beside the exceptions' names."""
 
@@ -43,7 +46,7 @@ class Outcome:
 
     ``error`` is None when it returned ``value``, else an exception's type, :data:`LOST` or
     :data:`BUSY`. A PeerError ``blames`` a rank and names the plan ``step`` in which this one
-    noticed. ``where`` is the span this rank entered last.
+    noticed. ``spot`` is the span that this rank entered last.
     """
 
     rank: int
@@ -53,15 +56,15 @@ class Outcome:
     details: str = ""
     blames: int | None = None
     step: int | None = None
-    where: str | None = None
+    spot: Spot | None = None
 
 
 class RankFailed(RingError):
     """Rank ``rank`` ended the run of all; ``outcomes`` says how each rank ended, by rank.
 
-    ``rank`` is None when no rank can be named. ``step`` is the plan step in which the others
-    noticed, None outside the ring. ``details`` is the culprit's traceback, where its error is not a
-    known one.
+    ``rank`` is None when no rank can be named. ``step`` is the plan step in which it raised, else in
+    which others noticed; None outside the ring. ``details`` is the culprit's traceback, where its
+    error is not a known one.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ def blame(outcomes: Sequence[Outcome]) -> int | None:
 def diagnose(
     outcomes: Sequence[Outcome],
     places: Sequence[Place],
-    last: Mapping[int, str],
+    last: Mapping[int, Spot | None],
     dead_nodes: frozenset[str] = frozenset(),
 ) -> RankFailed:
     """The one error. ``last``: where the driver saw each rank last, by rank."""
@@ -124,24 +127,38 @@ def diagnose(
         return RankFailed(said, outcomes=outcomes)
     theirs, place = outcomes[culprit], places[culprit]
     witnesses = [o for o in outcomes if o.blames == culprit and o.rank != culprit]
-    if theirs.error == LOST and place.node in dead_nodes:
-        what = f"its node {place.address} is gone"
-    elif theirs.error is None or theirs.error in HEARSAY:
-        what = witnesses[0].message if witnesses else theirs.message
-        what = what.removeprefix(f"rank {culprit}: ").partition(" (noticed in")[0]
-        if theirs.error == BUSY and witnesses:
-            what += "; it does not answer"
-    elif theirs.error == LOST:
-        what = theirs.message
-    else:
+    witnesses.sort(key=lambda o: (o.step is None, o.step or 0))
+    own = theirs.error is not None and theirs.error not in (LOST, *HEARSAY)
+    if own:
         what = f"{theirs.error}: {theirs.message}"
+    elif theirs.error == LOST:
+        what = f"its node {place.address} is gone" if place.node in dead_nodes else theirs.message
+    else:
+        heard = witnesses[0].message if witnesses else theirs.message
+        what = heard.removeprefix(f"rank {culprit}: ").partition(" (noticed in")[0]
+        what += "; it does not answer" if theirs.error == BUSY and witnesses else ""
+    spot = theirs.spot or last.get(culprit)
     parts = [f"rank {culprit} ({place}): {what}"]
-    seen = theirs.where or last.get(culprit)
-    if seen is not None:
-        parts.append(f"last seen {seen}")
-    steps = [o.step for o in witnesses if o.step is not None]
-    step = min(steps, default=theirs.step)
+    if spot is not None:
+        parts.append(f"{'' if own else 'last seen '}{at(spot)}")
     if witnesses:
-        first = min(witnesses, key=lambda o: (o.step is None, o.step or 0))
-        parts.append(f"rank {first.rank} noticed {first.where}")
+        parts.append(f"rank {witnesses[0].rank} noticed {at(witnesses[0].spot)}")
+    if len(parts) == 1:
+        parts.append("before its first step")
+    if own and spot is not None:
+        step: int | None = spot[2]
+    else:
+        step = _step(witnesses[0]) if witnesses else None
     return RankFailed("; ".join(parts), rank=culprit, step=step, outcomes=outcomes)
+
+
+def _step(o: Outcome) -> int | None:
+    """The plan step in which a rank noticed; 0 while ranks agree before the first transfer."""
+    return o.step if o.step is not None or o.spot is None else o.spot[2]
+
+
+def at(spot: Spot | None) -> str:
+    if spot is None:
+        return "outside the ring"
+    call, kind, step = spot
+    return f"in {call}, step {step} ({kind})"

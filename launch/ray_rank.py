@@ -27,6 +27,7 @@ import os
 import platform
 import socket
 import struct
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -43,7 +44,7 @@ import torch.distributed as dist
 from ringfa4.comm.reach import seat_of
 from ringfa4.context import close_contexts
 from ringfa4.errors import PeerError
-from ringfa4.launch.ray_outcomes import Outcome
+from ringfa4.launch.ray_outcomes import ALIKE, Outcome, Spot
 from ringfa4.trace import NAMED, Observer
 
 PORTS = 16
@@ -53,6 +54,9 @@ STORE_S = 5.0
 """How long the group's store may take to answer, once the group is there. It is asked about
 failures while a rank waits for others, also when the way to the store is what broke."""
 
+LINGER_S = 30.0
+"""How long a rank that failed waits to be killed."""
+
 PACKAGES = ("ringfa4", "ringfa4.comm", "ringfa4.kernels", "ringfa4.launch")
 
 
@@ -60,26 +64,20 @@ class Whereabouts:
     """The span that this process entered last, for whoever asks from another thread."""
 
     def __init__(self) -> None:
-        self.now: tuple[str, str, int] | None = None
+        self.spot: Spot | None = None
 
-    def watch(self, what: str) -> Observer:
-        """An observer of the call named ``what``."""
-        return _Watch(self, what)
-
-    def __str__(self) -> str:
-        if self.now is None:
-            return "outside the ring"
-        what, kind, step = self.now
-        return f"in {what}, step {step} ({kind})"
+    def watch(self, call: str) -> Observer:
+        """An observer of the call named ``call``."""
+        return _Watch(self, call)
 
 
 @dataclass(frozen=True, slots=True)
 class _Watch:
     whereabouts: Whereabouts
-    what: str
+    call: str
 
     def span(self, kind: str, step: int) -> AbstractContextManager[None]:
-        self.whereabouts.now = self.what, kind, step
+        self.whereabouts.spot = self.call, kind, step
         return NAMED.span(kind, step)
 
 
@@ -170,13 +168,15 @@ class Rank:
         global current
         current = self
         self.printed = Printed(terminal)
-        WHEREABOUTS.now = None
+        WHEREABOUTS.spot = None
         if self._gpu is not None:
             torch.cuda.set_device(self._device)
         try:
             value = fn(*args, **kwargs)
         except Exception as error:  # the driver says what it means for the gang
             peer = error if isinstance(error, PeerError) else None
+            if type(error).__name__ not in ALIKE:
+                self._end_by_itself()
             return Outcome(
                 self.rank,
                 error=type(error).__name__,
@@ -184,13 +184,20 @@ class Rank:
                 details=traceback.format_exc(),
                 blames=peer.rank if peer else None,
                 step=peer.step if peer else None,
-                where=str(WHEREABOUTS),
+                spot=WHEREABOUTS.spot,
             )
         return Outcome(self.rank, value)
 
-    def where(self, seen: int) -> tuple[str, str]:
+    @staticmethod
+    def _end_by_itself() -> None:
+        """A rank that failed is of no use any more; its driver kills it, unless cut off from it."""
+        last = threading.Timer(LINGER_S, os._exit, (1,))
+        last.daemon = True
+        last.start()
+
+    def where(self, seen: int) -> tuple[Spot | None, str]:
         """(last span, what was printed after the first ``seen`` characters)."""
-        return str(WHEREABOUTS), self.printed.since(seen)
+        return WHEREABOUTS.spot, self.printed.since(seen)
 
     def leave(self) -> None:
         """Leaves the group, after everybody's functions returned. Collective."""
