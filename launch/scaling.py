@@ -1,13 +1,14 @@
 """The ring on several GPUs beside its own kernel alone and beside what others do, in one run.
 
-    torchrun --standalone --nproc-per-node 2 --max-restarts 3 launch/bench.py --scaling --json FILE
+    torchrun --standalone --nproc-per-node 2 launch/bench.py --scaling --json FILE
     ... --scaling --rows '256K/16:16/causal/*' --budget 200     the most important first, in 200 s
     ... --scaling --list                                        the rows, and nothing else
+    ... --scaling --json FILE --resume                          what FILE does not have yet
 
 Rows, their names and order: :mod:`ringfa4.launch.scaling_rows`. How one is measured:
 :mod:`ringfa4.launch.scaling_runs`. A row that cannot run says why, and the rest goes on; a row past
---row-limit ends the processes, and torchrun starts them again behind it. Results reach FILE row by
-row (:mod:`ringfa4.launch.scaling_journal`); --resume goes on with a FILE that is there.
+--row-limit ends the processes. Results reach FILE row by row, and --resume goes on behind the row
+that ended the last run (:mod:`ringfa4.launch.scaling_journal`).
 
 What the table's columns are: :mod:`ringfa4.launch.scaling_table`.
 """
@@ -17,7 +18,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import platform
 import shlex
 import sys
@@ -189,9 +189,7 @@ def scaling(options: Options, command: str) -> bool:
         "began": time.time(),
     }
     console.say(f"{command}: {len(rows)} rows, {world} rank(s) on {about['device']}")
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    path = options.json if rank == 0 else None
-    journal = Journal(path, about, resume=options.resume or restarted)
+    journal = Journal(options.json if rank == 0 else None, about, resume=options.resume)
     with one_rank(device, "torch_p2p", options.timeout) as (context, peers):
         bench = Bench(
             context=context,

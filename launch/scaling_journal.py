@@ -8,8 +8,8 @@
     left out  no time was left
 
 The file is replaced whole after every change. A later run that resumes it takes over what is done
-or refused, and does not try again what was begun or late: ``torchrun --max-restarts`` thereby goes
-on behind a row that brought the processes down.
+or refused, does not try again what was begun or late, and has what the first left of its --budget.
+(Not a restart by torchrun: its store still holds the addresses of the processes that ended.)
 """
 
 from __future__ import annotations
