@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -45,6 +45,7 @@ from torch.nn import functional
 from ringfa4.fused import fused
 from ringfa4.kernels.interface import BlockKernel, Queries
 from ringfa4.kernels.nonfinite import broken, seen_by_keys, seen_by_queries
+from ringfa4.kernels.pieces import boxes
 from ringfa4.mask import Band
 from ringfa4.plan import Task
 from ringfa4.shard import Shard
@@ -182,7 +183,12 @@ def _beside(a: Tensor, b: Tensor) -> Tensor | None:
 
 
 class NativeKernel(BlockKernel):
-    """A kernel that computes one band per library call."""
+    """A kernel that computes one band per library call.
+
+    ``most_elements``: of the memory that a tensor of one call spans, gaps included; None: no limit.
+    """
+
+    most_elements: int | None = None
 
     @abstractmethod
     def attend(
@@ -279,9 +285,25 @@ class NativeKernel(BlockKernel):
                     call = both
                 assert call is not None
                 joined.append(call)
-        for call in joined:
-            for piece in self.cut(call.box):
-                yield call.part(piece)
+        for whole_call in joined:
+            for call in self._sized(whole_call, queries.q):
+                for piece in self.cut(call.box):
+                    yield call.part(piece)
+
+    def _sized(self, call: Call, q: Tensor) -> Iterator[Call]:
+        """Parts of a call whose tensors span at most ``most_elements``."""
+        batch, heads = call.k.shape[0], q.shape[2]
+        token = max(heads * q.shape[-1], heads * call.v.shape[-1], call.k.stride(1), q.stride(1))
+        side = max(call.box.q1, call.box.k1)
+        if self.most_elements is None or batch * side * token <= self.most_elements:
+            yield call
+        elif batch > 1:
+            for row in range(batch):
+                own = slice(row, row + 1)
+                yield from self._sized(replace(call, row=row, k=call.k[own], v=call.v[own]), q)
+        else:
+            for box in boxes(call.box, self.most_elements // token):
+                yield call.part(box)
 
 
 def _spoil(

@@ -231,6 +231,29 @@ def flash_sees(box: Band) -> set[tuple[int, int]]:
     }
 
 
+class Small(Counting):
+    """Takes tensors of few elements only."""
+
+    most_elements = 40 * 4 * 64
+
+    def attend(
+        self, box: Band, scale: float, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        assert q.numel() <= self.most_elements
+        assert k.shape[0] * k.shape[1] * k.stride(1) <= self.most_elements
+        return super().attend(box, scale, q, k, v)
+
+
+class TestSmallCalls(KernelContract):
+    """Calls cut by batch row and then by length give what whole ones give."""
+
+    kernel = "library double"
+    dtypes = (torch.bfloat16,)
+
+    def make(self) -> BlockKernel:
+        return Small()
+
+
 @given(
     rows=st.integers(1, 40),
     keys=st.integers(1, 12),
