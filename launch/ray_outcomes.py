@@ -62,9 +62,9 @@ class Outcome:
 class RankFailed(RingError):
     """Rank ``rank`` ended the run of all; ``outcomes`` says how each rank ended, by rank.
 
-    ``rank`` is None when no rank can be named. ``step`` is the plan step in which it raised, else in
-    which others noticed; None outside the ring. ``details`` is the culprit's traceback, where its
-    error is not a known one.
+    ``rank`` is None when no rank can be named. ``step`` is the plan step in which it raised, else
+    in which others noticed; None outside the ring. ``details`` is the culprit's traceback, where
+    its error is not a known one.
     """
 
     def __init__(

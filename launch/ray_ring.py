@@ -130,7 +130,8 @@ def where(ring: Ring) -> list[tuple[str, str, str]]:
     for domain in sorted(set(gang.domains)):
         ranks = [r for r, d in enumerate(gang.domains) if d == domain]
         nodes = list(dict.fromkeys(gang.places[r].address for r in ranks))
-        rows.append((f"domain {domain}", f"ranks {ranks[0]} to {ranks[-1]}", ", ".join(nodes)))
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+        rows.append((f"domain {domain}", who, ", ".join(nodes)))
     return rows
 
 
