@@ -16,13 +16,14 @@ come in whole ranges of rows; the same holds for gradients (:class:`Grads`).
 
 With the fused kernels (ringfa4.fused) partials wait until there are four and are merged in one pass
 over the state, which moves 4 bytes of memory an element and partial in place of 10 (bf16). What
-waits is at most three outputs, 1.5 times the memory of acc; :meth:`State.settle` merges it.
+waits is at most three outputs, 1.5 times the memory of acc; :meth:`State.settle` merges it. The
+last pass finalises too.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -182,9 +183,8 @@ class State:
             return
         kernels = fused(self.acc.device)
         assert kernels is not None, "partials wait for a fused kernel only"
-        edges = sorted({edge for p in waiting for edge in (p.rows.start, p.rows.stop)})
-        for start, stop in pairwise(edges):
-            here = [p for p in waiting if p.rows.start <= start and stop <= p.rows.stop]
+        first, last = min(p.rows.start for p in waiting), max(p.rows.stop for p in waiting)
+        for start, stop, here in _ranges(waiting, first, last):
             if not here:
                 continue
             for into, part, a, b, seen in _claims(
@@ -232,8 +232,11 @@ class State:
 
         ``sink`` (heads,): the logit of one more key, whose value is 0; added once, here. Rows that
         no key reached give (0, -inf), or (0, sink). ``shift`` (b, heads, s): what every logit of a
-        row lacks (keys whose mean was taken off); it comes before the sink.
+        row lacks (keys whose mean was taken off); it comes before the sink. The last call on a
+        state.
         """
+        if sink is None and shift is None and self._finalises_at_once(dtype):
+            return self._finalise_at_once(dtype)
         self.settle()
         batch, seq = self.acc.shape[:2]
         for i in range(batch):
@@ -252,6 +255,43 @@ class State:
         lse = top + torch.log(total)  # -inf where nothing was reached: total is 0 there
         out = acc / _per_row(total.masked_fill(total == 0, 1))
         return out.to(dtype), lse
+
+    def _finalises_at_once(self, dtype: torch.dtype) -> bool:
+        """Whether the fused kernel can merge what waits and finalise."""
+        kernels = fused(self.acc.device)
+        fits = all(p.batch is None and p.out.dtype == dtype for p in self._waiting)
+        return fits and kernels is not None and kernels.finalises(self.acc, dtype)
+
+    def _finalise_at_once(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """As :meth:`finalise`; the state does not get what waited."""
+        kernels = fused(self.acc.device)
+        assert kernels is not None
+        out, lse = torch.empty_like(self.acc, dtype=dtype), torch.empty_like(self.max)
+        batch, seq = self.acc.shape[:2]
+        for start, stop, here in _ranges(self._waiting, 0, seq):
+            for into, part, a, b, seen in _claims(self.written, None, batch, start, stop):
+                if not here and not seen:  # no key reached these rows
+                    out[into, a:b] = 0
+                    lse[into, :, a:b] = -torch.inf
+                    continue
+                kernels.merge(
+                    self.acc[into, a:b],
+                    self.max[into, :, a:b],
+                    self.sum[into, :, a:b],
+                    [p.of(part, a, b) for p in here],
+                    first=not seen,
+                    final=(out[into, a:b], lse[into, :, a:b]),
+                )
+        return out, lse
+
+
+def _ranges(
+    waiting: Sequence[_Waiting], start: int, stop: int
+) -> Iterator[tuple[int, int, list[_Waiting]]]:
+    """[start, stop) in ranges (a, b) of rows with the same partials, which come with each."""
+    inside = {edge for p in waiting for edge in (p.rows.start, p.rows.stop) if start < edge < stop}
+    for a, b in pairwise(sorted({start, stop, *inside})):
+        yield a, b, [p for p in waiting if p.rows.start <= a and b <= p.rows.stop]
 
 
 class Grads:

@@ -239,6 +239,31 @@ class CuteContract:
             state.settle()
         close(state.finalise(torch.float32), want.finalise(torch.float64), 2 * len(steps))
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+    @pytest.mark.parametrize("count", [0, 1, 3, 4, 6])
+    def test_the_last_pass_finalises(self, dtype: torch.dtype, count: int) -> None:
+        """Rows that waiting partials reach, that earlier ones reached, and that nothing did."""
+        ranges = [slice(5, 50), slice(20, 70), slice(5, 70), slice(60, 61), slice(5, 9)] * 2
+        parts = [
+            (rows, *partial(2, rows.stop - rows.start, 6, 96, dtype, seed))
+            for seed, rows in enumerate(ranges[: count + 1])
+        ]
+        state = state_of(parts, self.device, torch.float32)
+        with self.running():
+            for n, (rows, out, lse) in enumerate(parts):
+                state.merge(None, rows, out.to(self.device), lse.to(self.device))
+                if n == 0 and count % 2 == 0:
+                    state.settle()
+            out, lse = (x.cpu() for x in state.finalise(dtype))
+        want, want_lse = self.reference(parts)
+        assert out.dtype == dtype and bool((lse[..., :5] == -math.inf).all())
+        close((lse,), (want_lse,), len(parts))
+        result = compare(out, want)
+        ulp = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}[dtype]
+        largest = float(want.abs().max())
+        assert result.misplaced == 0, result
+        assert result.max_abs <= (ulp + len(parts) * 2.0**-20) * largest, result
+
     @pytest.mark.parametrize("count", [1, 2, 3, 4])
     def test_several_partials_at_once_are_several_merges(self, count: int) -> None:
         whole = slice(0, 77)
@@ -261,9 +286,12 @@ class CuteContract:
         bad_out[0, 30, 2, 5], bad_lse[0, 1, 50] = math.nan, math.nan
         whole = slice(0, 77)
         state = self.merged([(whole, out, lse), (whole, bad_out, bad_lse)])
-        got, got_lse = (x.cpu() for x in state.finalise(torch.float32))
-        assert torch.isnan(got).any(-1).nonzero().tolist() == [[0, 30, 2], [0, 50, 1]]
-        assert torch.isnan(got_lse).nonzero().tolist() == [[0, 1, 50]]
+        with self.running():
+            at_once = state.finalise(torch.bfloat16)
+        state = self.merged([(whole, out, lse), (whole, bad_out, bad_lse)])
+        for got, got_lse in (at_once, state.finalise(torch.float32)):
+            assert torch.isnan(got).any(-1).nonzero().tolist() == [[0, 30, 2], [0, 50, 1]]
+            assert torch.isnan(got_lse).nonzero().tolist() == [[0, 1, 50]]
 
     def test_merging_repeats_to_the_bit(self) -> None:
         parts = [(slice(0, 77), *partial(1, 77, 4, 128, torch.bfloat16, n)) for n in range(3)]

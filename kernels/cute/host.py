@@ -156,6 +156,12 @@ def merges(acc: Tensor, out: Tensor, lse: Tensor) -> bool:
     return acc.dtype == lse.dtype == torch.float32 and lse.stride(-1) == 1 and takes(out)
 
 
+def finalises(acc: Tensor, dtype: torch.dtype) -> bool:
+    """Whether :func:`merge` finalises such a state to ``dtype``."""
+    known = acc.dtype == torch.float32 and dtype in DTYPES
+    return known and acc.shape[-1] * dtype.itemsize % 16 == 0
+
+
 def merge(
     acc: Tensor,
     max: Tensor,
@@ -163,16 +169,23 @@ def merge(
     partials: Sequence[tuple[Tensor, Tensor]],
     *,
     first: bool,
+    final: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Partials (out (b, n, h, dv), lse (b, h, n)) into acc (b, n, h, dv), max and sum (b, h, n).
 
     At most PARTIALS, all of one dtype; acc, max and sum are slices of contiguous tensors. ``first``
-    assigns: the state's contents are not read.
+    assigns: the state's contents are not read. With ``final`` (out, lse) like slices of contiguous
+    tensors get the finalised result, and the state is not written.
     """
     batch, tokens, heads, dv = acc.shape
-    dtype = partials[0][0].dtype
-    spec = _merge_spec(DTYPES[dtype], dv, heads, len(partials), first)
-    given: list[int] = []
+    dtype = (partials[0] if final is None else final)[0].dtype
+    spec = _merge_spec(DTYPES[dtype], dv, heads, len(partials), first, final is not None)
+    given = [0, 0, 0, 0]
+    if final is not None:
+        out, lse = final
+        assert lse.stride()[:2] == max.stride()[:2], (lse.stride(), max.stride())
+        given = [out.data_ptr(), *(n * out.element_size() for n in out.stride()[:2])]
+        given += [lse.data_ptr()]
     for out, lse in partials:
         assert out.dtype == dtype, (out.dtype, dtype)
         given += [out.data_ptr(), *(n * out.element_size() for n in out.stride()[:3])]

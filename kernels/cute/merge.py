@@ -1,7 +1,7 @@
 """The merge of partials into the running state, in one pass over the state.
 
     m = max(max, lse_1, .., lse_n),  acc <- acc e^(max - m) + sum_p out_p e^(lse_p - m),  sum
-    likewise,  max <- m
+    likewise,  max <- m;  or, when it is the last (``final``), out = acc / sum, lse = m + log(sum)
 
 ringfa4.state's algebra, with the same cases: both -inf stay the identity; an out under lse = -inf
 is not read into the result, whatever it holds; rows that nothing reached yet are assigned and not
@@ -45,6 +45,10 @@ class Merge:
         row_h: Int64,
         tokens: Int32,
         heads: Int32,
+        out: Int64,
+        out_b: Int64,
+        out_s: Int64,
+        lse: Int64,
         out0: Int64,
         out0_b: Int64,
         out0_s: Int64,
@@ -77,6 +81,7 @@ class Merge:
     ) -> None:
         self.kernel(
             acc, max, sum, acc_b, acc_s, row_b, row_h, tokens, heads,
+            out, out_b, out_s, lse,
             out0, out0_b, out0_s, out0_h, lse0, lse0_b, lse0_h,
             out1, out1_b, out1_s, out1_h, lse1, lse1_b, lse1_h,
             out2, out2_b, out2_s, out2_h, lse2, lse2_b, lse2_h,
@@ -95,6 +100,10 @@ class Merge:
         row_h: Int64,
         tokens: Int32,
         heads: Int32,
+        out: Int64,
+        out_b: Int64,
+        out_s: Int64,
+        lse: Int64,
         out0: Int64,
         out0_b: Int64,
         out0_s: Int64,
@@ -124,8 +133,8 @@ class Merge:
         lse3_b: Int64,
         lse3_h: Int64,
     ) -> None:
-        """Addresses of the first row's acc, max and sum, then of each partial's out and lse with
-        their strides; strides in bytes.
+        """Addresses of the first row's acc, max and sum, of the finalised out and lse (which has
+        the strides of max), then of each partial's out and lse; strides in bytes.
         """
         thread, _, _ = cute.arch.thread_idx()
         block, head_block, batch = cute.arch.block_idx()
@@ -138,13 +147,18 @@ class Merge:
         ]  # fmt: skip
         units = self._units(thread, block, head_block, tokens, heads)
         state = (acc + batch * acc_b, max + batch * row_b, sum + batch * row_b)
+        result = (out + batch * out_b, lse + batch * row_b)
         partials = [
-            (out + batch * out_b, out_s, out_h, lse + batch * lse_b, lse_h)
-            for out, out_b, out_s, out_h, lse, lse_b, lse_h in given[: spec.partials]
+            (o + batch * o_b, o_s, o_h, e + batch * e_b, e_h)
+            for o, o_b, o_s, o_h, e, e_b, e_h in given[: spec.partials]
         ]
         loaded = self._load(units, state, partials, acc_s, row_h)
         cute.arch.sync_threads()
-        self._merge(units, state, loaded, acc_s, row_h)
+        merged = self._merge(loaded)
+        if spec.final:
+            self._finalise(units, merged, result, out_s, row_h)
+        else:
+            self._store(units, merged, state, acc_s, row_h)
 
     def _units(
         self, thread: Any, block: Any, head_block: Any, tokens: Any, heads: Any
@@ -199,12 +213,10 @@ class Merge:
             loaded.append((old, new))
         return loaded
 
-    def _merge(
-        self, units: list[Any], state: tuple[Any, ...], loaded: list[Any], acc_s: Any, row_h: Any
-    ) -> None:
-        spec = self.spec
-        acc, max, sum = state
-        for (token, head, run, exists), (old, new) in zip(units, loaded, strict=True):
+    def _merge(self, loaded: list[Any]) -> list[tuple[list[Any], Any, Any]]:
+        """(acc, max, sum) of each run."""
+        merged = []
+        for old, new in loaded:
             top = Float32(-float("inf"))
             for _, lse in new:
                 top = dev.maximum(top, lse)
@@ -222,12 +234,35 @@ class Merge:
                 dead = dev.is_negative_infinity(lse)
                 weight = dev.exp(lse - safe)
                 total = total + weight
-                for n, x in enumerate(dev.unpack(words, spec.dtype)):
+                for n, x in enumerate(dev.unpack(words, self.spec.dtype)):
                     live = dev.select(dead, Float32(0.0), x)
                     values[n] = dev.fused_multiply_add(live, weight, values[n])
-            at = acc + token * acc_s + (head * (4 * spec.dv) + run * (4 * RUN))
+            merged.append((values, top, total))
+        return merged
+
+    def _store(
+        self, units: list[Any], merged: list[Any], state: tuple[Any, ...], acc_s: Any, row_h: Any
+    ) -> None:
+        acc, max, sum = state
+        for (token, head, run, exists), (values, top, total) in zip(units, merged, strict=True):
+            at = acc + token * acc_s + (head * (4 * self.spec.dv) + run * (4 * RUN))
             dev.store(at, dev.pack(values, "fp32"), exists)
             row = head * row_h + token * Int64(4)
             owner = exists & dev.equal(run, Int32(0))
             dev.store(max + row, [dev.bits(top)], owner)
             dev.store(sum + row, [dev.bits(total)], owner)
+
+    def _finalise(
+        self, units: list[Any], merged: list[Any], result: tuple[Any, ...], out_s: Any, row_h: Any
+    ) -> None:
+        out, lse = result
+        size = 4 if self.spec.dtype == "fp32" else 2
+        for (token, head, run, exists), (values, top, total) in zip(units, merged, strict=True):
+            nothing = dev.equal(dev.bits(total), Int32(0))
+            inverse = dev.reciprocal(dev.select(nothing, Float32(1.0), total))
+            line = [dev.multiply(x, inverse) for x in values]
+            at = out + token * out_s + (head * (size * self.spec.dv) + run * (size * RUN))
+            dev.store(at, dev.pack(line, self.spec.dtype), exists)
+            row = lse + head * row_h + token * Int64(4)
+            whole = top + dev.log(total)
+            dev.store(row, [dev.bits(whole)], exists & dev.equal(run, Int32(0)))

@@ -103,18 +103,20 @@ class DecodeSpec:
 
 @dataclass(frozen=True)
 class MergeSpec:
-    """``dtype`` of out, its width ``dv``, how many ``partials``; ``first``: the state is not read.
+    """``dtype`` of out, its width ``dv``, how many ``partials``; ``first``: the state is not read;
+    ``final``: it is not written, but finalised out and lse are.
 
     A thread block takes ``tokens`` x ``heads`` rows.
     """
 
-    SIGNATURE: ClassVar[str] = "qqqqqqqii" + "qqqqqqq" * PARTIALS
+    SIGNATURE: ClassVar[str] = "qqqqqqqiiqqqq" + "qqqqqqq" * PARTIALS
     THREADS: ClassVar[int] = 256
 
     dtype: str
     dv: int
     partials: int
     first: bool
+    final: bool
     tokens: int
     heads: int
 
@@ -124,13 +126,15 @@ class MergeSpec:
         return -(-self.tokens * self.heads * (self.dv // RUN) // self.THREADS)
 
     @classmethod
-    def of(cls, dtype: str, dv: int, heads: int, partials: int, first: bool) -> MergeSpec:
+    def of(
+        cls, dtype: str, dv: int, heads: int, partials: int, first: bool, final: bool = False
+    ) -> MergeSpec:
         """Blocks of 8 tokens or more (they share sectors of lse) and about 8 runs a thread."""
         rows = max(8, 8 * cls.THREADS * RUN // dv)
         here = 1
         while here * 2 <= min(heads, rows // 8):
             here *= 2
-        return cls(dtype, dv, partials, first, max(8, rows // here // 8 * 8), here)
+        return cls(dtype, dv, partials, first, final, max(8, rows // here // 8 * 8), here)
 
 
 @dataclass(frozen=True)
