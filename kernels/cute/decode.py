@@ -4,8 +4,10 @@
 
 The same work split as :mod:`ringfa4.kernels.cute.encode`: a thread block decodes one record of one
 (batch row, head), a warp 32 tokens in strips of 8 W columns, lane l = W g + q the tokens W g .. W g
-+ W - 1 and the columns 8 q .. 8 q + 7 of a strip. The result is (b, heads, tokens, d), tokens
-counting whole records; what padding holds is decoded like everything else.
++ W - 1 and the columns 8 q .. 8 q + 7 of a strip. A payload along the sequence is first brought to
+shared memory, whole lines of 128 tokens at a time: a lane needs 16 bytes of a line, and gathered
+from memory that way the L2 cache yields 71% of a copy's rate. The result is (b, heads, tokens, d),
+tokens counting whole records; what padding holds is decoded like everything else.
 """
 
 from __future__ import annotations
@@ -73,10 +75,11 @@ class Decode:
         group, q = lane // width, lane % width
         strips, atoms = spec.d // (8 * width), -(-spec.d // 128)
         scales = scales + row * (512 * atoms)
+        shared = self._share(payload, row, warp, lane) if spec.contiguous == "seq" else None
         ahead = max(1, 16 // width)
         for begin in range(0, strips, ahead):
             here = range(begin, min(begin + ahead, strips))
-            words = [self._load(payload, row, s, warp, group, q) for s in here]
+            words = [self._load(payload, shared, row, s, warp, group, q) for s in here]
             factors = [self._factors(scales, s, warp, group, q) for s in here]
             for s, word, factor in zip(here, words, factors, strict=True):
                 values = self._values(word)
@@ -89,15 +92,37 @@ class Decode:
                         at = to + (i * spec.d * size + 4 * n)
                         dev.store(at, packed[n : n + 4], always)
 
-    def _load(self, payload: Any, row: Any, s: int, warp: Any, group: Any, q: Any) -> list[Any]:
+    def _share(self, payload: Any, row: Any, warp: Any, lane: Any) -> Any:
+        """The record's lines (d of 128 tokens) in shared memory; its address.
+
+        16 bytes n of a line c lie at n ^ (c / 8 mod 8) of its place, so that eight lanes with
+        neighbouring runs of columns read different banks.
+        """
+        d, always = self.spec.d, Int32(1)
+        shared = cute.arch.alloc_smem(Int32, d * 32, 128).toint()
+        piece, within = lane % 8, warp * 4 + lane // 8
+        loaded = []
+        for first in range(0, d, 16):
+            column = within + first
+            at = payload + (row * d + column) * 128 + piece * 16
+            loaded.append((column, dev.load(at, 4, always)))
+        for column, words in loaded:
+            dev.write_shared(shared + column * 128 + (piece ^ (column // 8 % 8)) * 16, words)
+        cute.arch.sync_threads()
+        return shared
+
+    def _load(
+        self, payload: Any, shared: Any, row: Any, s: int, warp: Any, group: Any, q: Any
+    ) -> list[Any]:
         """The lane's 8 W codes: W pairs of words (tokens), or 8 times W / 4 words (columns)."""
         d, width, always = self.spec.d, self.spec.lanes, Int32(1)
         token, column = warp * TILE + group * width, s * (8 * width) + q * 8
-        if self.spec.contiguous == "d":
+        if shared is None:
             at = payload + (row * 128 + token) * d + column
             return [dev.load(at + i * d, 2, always) for i in range(width)]
-        at = payload + (row * d + column) * 128 + token
-        return [dev.load(at + j * 128, width // 4, always) for j in range(8)]
+        piece = (token // 16) ^ (column // 8 % 8)
+        at = shared + column * 128 + piece * 16 + token % 16
+        return [dev.read_shared(at + j * 128, width // 4) for j in range(8)]
 
     def _values(self, words: list[Any]) -> list[list[Any]]:
         """fp32 codes as [token][column]."""

@@ -57,6 +57,27 @@ def store(address: Int64, words: Sequence[Any], predicate: Int32) -> None:
     )
 
 
+def write_shared(address: Int32, words: Sequence[Any]) -> None:
+    """4 32-bit words to shared memory."""
+    inline_ptx(
+        "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *words],
+    )
+
+
+def read_shared(address: Int32, words: int) -> list[Any]:
+    """1, 2 or 4 32-bit words of shared memory."""
+    vector = "" if words == 1 else f".v{words}"
+    names = ", ".join(f"{{$w{n}}}" for n in range(words))
+    target = names if words == 1 else "{" + names + "}"
+    loaded = inline_ptx(
+        f"ld.shared{vector}.b32 {target}, [{{$r0}}];",
+        write_only_types=[Int32] * words,
+        read_only_args=[address],
+    )
+    return [loaded] if words == 1 else list(loaded)
+
+
 def load_byte(address: Int64, predicate: Int32) -> Any:
     """A byte as Int32, or 0."""
     return inline_ptx(
