@@ -9,7 +9,9 @@ the ring on virtual ranks, each over the call of its own library (``--where`` ad
 in that time). The third needs a GPU a rank: the rate of pulls while every rank pulls and is pulled
 from, and the time of an attention call alone and beside such a pull.
 
-bf16 wire, causal, d 128. Times are medians; the device is idle before and after each.
+bf16 wire, causal, d 128. Times are medians; the device is idle before and after each. With
+``--burst N`` it is idle before and after N calls in a row, as the layers of a model make them, and
+the time is that of one: what the host does before the first kernel then hides behind the last call.
 """
 
 from __future__ import annotations
@@ -51,28 +53,31 @@ HEAD_START_CYCLES = 4_000_000
 """How long the device waits (2 ms) while the host enqueues what is timed."""
 
 
-def median_s(run: Callable[[], object]) -> float:
-    """Seconds of ``run``, the device idle before and after; one run to warm up."""
+def median_s(run: Callable[[], object], burst: int = 1) -> float:
+    """Seconds of one of ``burst`` runs, the device idle before and after; a burst to warm up."""
     taken = []
     for repeat in range(REPEATS + 1):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        run()
+        for _ in range(burst):
+            run()
         torch.cuda.synchronize()
         if repeat:
-            taken.append(time.perf_counter() - start)
+            taken.append((time.perf_counter() - start) / burst)
     return statistics.median(taken)
 
 
 class Call(NamedTuple):
-    """One forward and backward pass of a ring: host seconds, and with ``where`` GPU times."""
+    """A forward and a backward pass of a ring: host seconds, and with ``where`` GPU times of a
+    burst.
+    """
 
     seconds: tuple[float, float]
     where: tuple[Times, Times] | None
 
 
-def ring_calls(x: Inputs, world: int, kernel: str, *, where: bool) -> list[Call]:
-    """REPEATS passes over ``world`` virtual ranks, all of them included; the last has ``where``."""
+def ring_calls(x: Inputs, world: int, kernel: str, burst: int, *, where: bool) -> list[Call]:
+    """REPEATS bursts on ``world`` virtual ranks, all of them included; the last has ``where``."""
 
     def rank(rank: int, transport: Transport, control: Control) -> list[Call]:
         cp = ContextParallel(Context(transport, control), seq_len=x.seq, kernel=kernel)
@@ -83,12 +88,14 @@ def ring_calls(x: Inputs, world: int, kernel: str, *, where: bool) -> list[Call]
             watch = where and repeat == REPEATS
             there = _Phase(rank, control, watch)
             with there:
-                out, lse = forward(ring, q, k, v, scale=x.scale)
+                for _ in range(burst):
+                    out, lse = forward(ring, q, k, v, scale=x.scale)
             back = _Phase(rank, control, watch)
             with back:
-                backward(ring, q, k, v, out, lse, dout, scale=x.scale)
+                for _ in range(burst):
+                    backward(ring, q, k, v, out, lse, dout, scale=x.scale)
             times = (there.times, back.times) if watch else None
-            calls.append(Call((there.seconds, back.seconds), times))
+            calls.append(Call((there.seconds / burst, back.seconds / burst), times))
         return calls[1:]
 
     return run_ranks(world, rank, 300.0, "cuda")[0]
@@ -123,7 +130,7 @@ def _together(control: Control) -> None:
 
 
 def report_rings(
-    seq: int, heads: int, worlds: list[int], kernels: list[str], *, where: bool
+    seq: int, heads: int, worlds: list[int], kernels: list[str], burst: int, *, where: bool
 ) -> None:
     """A table of calls, and what the GPU did in the rings' with ``where``."""
     x = Inputs(seq, heads, heads)
@@ -138,11 +145,11 @@ def report_rings(
             print(f"{name:36} {what:8} {seconds[n] * 1e3:9.2f} ms {rate:5.0f} TFLOPS {over}")
 
     for name, (there, back) in direct_calls(x).items():
-        direct[name] = median_s(there), median_s(back)
+        direct[name] = median_s(there, burst), median_s(back, burst)
         show(name, direct[name], "")
     for kernel in kernels:
         for world in worlds:
-            calls = ring_calls(x, world, kernel, where=where)
+            calls = ring_calls(x, world, kernel, burst, where=where)
             timed = calls[:-1] if where else calls
             there, back = (statistics.median(c.seconds[n] for c in timed) for n in (0, 1))
             name = f"ring of {world}, {kernel}"
@@ -212,6 +219,7 @@ def main() -> None:
     parser.add_argument("--ring", type=parse_size, metavar="SEQ", help="tokens of the ring")
     parser.add_argument("--virtual-ranks", type=parse_sizes, default=[1, 8], metavar="N,N")
     parser.add_argument("--kernels", default="cuda_aten", help=f"of {', '.join(LIBRARY)}")
+    parser.add_argument("--burst", type=int, default=1, help="calls in a row")
     parser.add_argument("--where", action="store_true", help="also what the GPU did, by kind")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--transport", metavar="NAME", help="measure pulls; under torchrun")
@@ -221,7 +229,12 @@ def main() -> None:
     if options.ring is not None:
         kernels = options.kernels.split(",")
         report_rings(
-            options.ring, options.heads, options.virtual_ranks, kernels, where=options.where
+            options.ring,
+            options.heads,
+            options.virtual_ranks,
+            kernels,
+            options.burst,
+            where=options.where,
         )
     if options.transport is not None:
         report_pulls(options.transport, options.bytes, 1 << 15, options.heads)
