@@ -25,8 +25,8 @@ from ringfa4.kernels.sm100 import instructions as ptx
 from ringfa4.kernels.sm100.block import OUT, Block
 from ringfa4.kernels.sm100.specs import LEAVE, MERGE, ROWS
 
-AHEAD = 8
-"""Loads of old rows in flight: 32 registers."""
+AHEAD = 4
+"""Loads of old rows in flight: 16 registers."""
 
 LN2, LOG2E = math.log(2.0), 1 / math.log(2.0)
 
@@ -36,26 +36,55 @@ STORES, READS, TAKES = 1, 2, 4
 
 @cute.jit
 def finish(block: Block, warp: Int32, lane: Int32) -> None:
-    tmem = block.tmem() + (warp << 21)
+    tmem = block.tmem() + (warp << 21) + OUT[0]
     items = Int32(0)  # parities of the tiles' items
     work = block.first_work
     while work < block.works:
         item, head = block.item(work)
         if block.visits(item) > 0:
-            for tile in cutlass.range_constexpr(2):
-                if tile < item.tiles:
-                    _tile(block, item, head, tile, warp, lane, tmem, (items >> tile) & 1)
-                    items = items ^ (1 << tile)
+            for tile in cutlass.range(item.tiles, unroll=1):
+                parity = (items >> tile) & 1
+                reference, total = _stage(block, tile, warp, lane, tmem + tile * ROWS, parity)
+                _merge(block, item, head, tile * ROWS + warp * 32, warp, lane, reference, total)
+                items = items ^ (1 << tile)
         work += block.ctas
 
 
-@cute.jit
-def _tile(
-    block: Block, item: Any, head: Int32, tile: cutlass.Constexpr, warp: Int32, lane: Int32,
-    tmem: Int32, parity: Int32,
-) -> None:  # fmt: skip
+def _stage(
+    block: Block, tile: Any, warp: Any, lane: Any, tmem: Any, parity: Any
+) -> tuple[Any, Any]:
+    """A tile's O into shared memory; the lane's row's reference and sum. Frees all three."""
     barriers, dv = block.barriers, block.spec.dv
+    ptx.mbarrier_wait(block.barrier(barriers.o_full, tile), parity)
+    ptx.after_thread_sync()
     row = tile * ROWS + warp * 32 + lane
+    reference, total = ptx.load_shared(block.shared(block.at.rows, 8, row), 2)
+    target = _row(block, warp, lane, Int32(0))
+    for column in range(0, dv, 16):
+        values = ptx.tmem_load(tmem + column, 16)
+        for n in range(4):
+            chunk = column // 4 + n
+            address = (target ^ (chunk % 8 * 16)) + chunk // 8 * 128
+            ptx.store_shared(address, *values[4 * n : 4 * n + 4])
+    ptx.before_thread_sync()
+    sync_warp()
+    ptx.arrive_once(block.barrier(barriers.o_empty, tile), lane)
+    return reference, total
+
+
+def _row(block: Block, warp: Any, row: Any, chunk: Any) -> Any:
+    """Address of the chunk ``chunk`` % 8 among the first eight of a row of the warp."""
+    start = block.shared(block.at.staging, 32 * block.spec.dv * 4, warp)
+    return (start + row * (block.spec.dv * 4)) + (((chunk ^ row) & 7) << 4)
+
+
+@cute.jit
+def _merge(
+    block: Block, item: Any, head: Int32, first: Int32, warp: Int32, lane: Int32,
+    reference: Float32, total: Float32,
+) -> None:  # fmt: skip
+    """The warp's rows, ``first`` of the item and on, from shared memory into the state."""
+    row = first + lane
     local = Int64(item.row + row)
     exists = Int32(row < item.rows)
     mode = ptx.load_byte(block.modes + item.batch * block.modes_row + local, exists)
@@ -63,23 +92,8 @@ def _tile(
     at = item.batch * block.row_b + head * block.row_h + local * 4
     old_max = ptx.load_floats(block.max + at, merges, 1)[0]
     old_sum = ptx.load_floats(block.sum + at, merges, 1)[0]
-
-    ptx.mbarrier_wait(block.barrier(barriers.o_full, tile), parity)
-    ptx.after_thread_sync()
-    reference, total = ptx.load_shared(block.shared(block.at.rows, 8, row), 2)
-    staging = block.shared(block.at.staging, 32 * dv * 4, warp)
-    for column in cutlass.range_constexpr(0, dv, 32):
-        values = ptx.tmem_load(tmem + (OUT[tile] + column), 32)
-        for n in cutlass.range_constexpr(0, 32, 4):
-            chunk = Int32((column + n) // 4)
-            ptx.store_shared(_chunk(staging, dv, lane, chunk), *values[n : n + 4])
-    ptx.before_thread_sync()
-    sync_warp()
-    ptx.arrive_once(block.barrier(barriers.o_empty, tile), lane)
-
-    empty = ptx.equal(total, 0.0)
+    takes = 1 - ptx.equal(total, 0.0)
     reads = merges & (1 - ptx.equal(old_max, -math.inf))
-    takes = 1 - empty
     new_max = ptx.select(takes, ptx.scaled(reference, LN2), Float32(-math.inf))
     top = ptx.select(reads, ptx.maximum(old_max, new_max), new_max)
     finite = ptx.select(ptx.equal(top, -math.inf), Float32(0.0), top)
@@ -89,42 +103,35 @@ def _tile(
     stores = Int32(mode != LEAVE)
     ptx.store_floats(block.max + at, [top], stores)
     ptx.store_floats(block.sum + at, [ptx.fma(old_sum, old_weight, new_sum)], stores)
-
     flags = stores * STORES + reads * READS + takes * TAKES
-    _rows(block, item, head, tile * ROWS + warp * 32, lane, staging, flags, old_weight, new_weight)
+
+    dv = block.spec.dv
+    lanes = dv // 4
+    chunk, within = lane % lanes, lane // lanes
+    address = block.acc + item.batch * block.acc_b + head * (dv * 4) + chunk * 16
+    address = address + Int64(item.row + first + within) * block.acc_s
+    together = 32 // lanes
+    for begin in cutlass.range(0, 32, AHEAD * together, unroll=1):
+        rows = [begin + n * together + within for n in range(AHEAD)]
+        of_row = [shuffle_sync(flags, r) for r in rows]
+        addresses = [address + n * together * block.acc_s for n in range(AHEAD)]
+        old = [
+            ptx.load_floats(at, flag & READS, 4) for at, flag in zip(addresses, of_row, strict=True)
+        ]
+        for n in cutlass.range_constexpr(AHEAD):
+            of_old, of_new = shuffle_sync(old_weight, rows[n]), shuffle_sync(new_weight, rows[n])
+            source = _row(block, warp, rows[n], chunk) + (chunk // 8) * 128
+            taken = of_row[n] & TAKES
+            new = [
+                ptx.select(taken, ptx.multiply(x, of_new), Float32(0.0))
+                for x in ptx.load_shared(source, 4)
+            ]
+            merged = [ptx.fma(x, of_old, y) for x, y in zip(old[n], new, strict=True)]
+            ptx.store_floats(addresses[n], merged, of_row[n] & STORES)
+        address += AHEAD * together * block.acc_s
     sync_warp()
 
 
 def _weight(x: Any, top: Any) -> Any:
     """e^(x - top)."""
     return ptx.exp2(ptx.scaled(ptx.subtract(x, top), LOG2E))
-
-
-def _chunk(staging: Any, dv: int, row: Any, chunk: Any) -> Any:
-    return staging + row * (dv * 4) + ((chunk ^ (row & 7)) << 4)
-
-
-@cute.jit
-def _rows(
-    block: Block, item: Any, head: Int32, first: Int32, lane: Int32, staging: Int32,
-    flags: Int32, old_weight: Float32, new_weight: Float32,
-) -> None:  # fmt: skip
-    """The warp's 32 rows, ``first`` of the item and on; flags and weights are the lane's row's."""
-    dv = block.spec.dv
-    lanes = dv // 4
-    together = 32 // lanes
-    chunk = lane % lanes
-    base = block.acc + item.batch * block.acc_b + head * (dv * 4) + chunk * 16
-    base = base + Int64(item.row + first) * block.acc_s
-    for begin in cutlass.range(0, 32, AHEAD * together, unroll=1):
-        rows = [begin + n * together + lane // lanes for n in range(AHEAD)]
-        flag = [shuffle_sync(flags, r) for r in rows]
-        addresses = [base + r * block.acc_s for r in rows]
-        old = [ptx.load_floats(a, f & READS, 4) for a, f in zip(addresses, flag, strict=True)]
-        for n, row in enumerate(rows):
-            of_old, of_new = shuffle_sync(old_weight, row), shuffle_sync(new_weight, row)
-            new = ptx.load_shared(_chunk(staging, dv, row, chunk), 4)
-            taken = flag[n] & TAKES
-            new = [ptx.select(taken, ptx.multiply(x, of_new), Float32(0.0)) for x in new]
-            merged = [ptx.fma(x, of_old, y) for x, y in zip(old[n], new, strict=True)]
-            ptx.store_floats(addresses[n], merged, flag[n] & STORES)

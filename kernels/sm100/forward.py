@@ -33,7 +33,7 @@ from ringfa4.kernels.sm100.products import multiply
 from ringfa4.kernels.sm100.softmax import softmax
 from ringfa4.kernels.sm100.specs import ROWS, ForwardSpec
 
-SOFTMAX_REGISTERS, EPILOGUE_REGISTERS, OTHER_REGISTERS = 192, 80, 48
+SOFTMAX_REGISTERS, EPILOGUE_REGISTERS, OTHER_REGISTERS = 192, 96, 32
 
 
 class Forward:
@@ -92,7 +92,8 @@ class Forward:
             acc, max, sum, acc_b, acc_s, row_b, row_h,
             items, segments, modes, modes_row, n_items, scale,
         ).launch(
-            grid=(ctas, 1, 1), block=(spec.THREADS, 1, 1), smem=spec.SHARED, stream=stream
+            grid=(ctas, 1, 1), block=(spec.THREADS, 1, 1), smem=spec.SHARED, stream=stream,
+            min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel
@@ -147,7 +148,7 @@ class Forward:
         ptx.after_thread_sync()
         if warp < 8:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            softmax(block, warp // 4, warp % 4, lane)
+            softmax(block, warp // 4, warp % 4)
         elif warp < 12:
             cute.arch.setmaxregister_decrease(EPILOGUE_REGISTERS)
             finish(block, warp - 8, lane)

@@ -227,6 +227,11 @@ def any_lane(predicate: Int32) -> Any:
     )
 
 
+def lane() -> Any:
+    """Number of the thread in its warp, read anew."""
+    return _asm("mov.u32 $0, %laneid;", [Int32])
+
+
 # Memory
 
 
@@ -388,8 +393,8 @@ def tmem_dealloc(base: Int32, columns: int) -> None:
 
 
 def tmem_load(address: Int32, columns: int) -> Any:
-    """fp32 of the thread's lane, ``columns`` (a multiple of 16) of them; waits for them."""
-    step = 32 if columns % 32 == 0 else 16
+    """So many fp32 of the thread's lane (8, 16, or a multiple of 32), once they are there."""
+    step = min(columns, 32)
     loads = []
     for first in range(0, columns, step):
         names = ", ".join(f"${n}" for n in range(first, first + step))

@@ -48,11 +48,10 @@ POLYNOMIAL = (0.69511681, 0.22764487, 0.07706715)
 
 
 @cute.jit
-def softmax(block: Block, tile: Int32, warp: Int32, lane: Int32) -> None:
+def softmax(block: Block, tile: Int32, warp: Int32) -> None:
     """``warp`` of the tile's four: rows 32 warp ... of the tile."""
     barriers = block.barriers
-    tmem = block.tmem() + (warp << 21)
-    region, output = tmem + S[0] + tile * ROWS, tmem + OUT[0] + tile * ROWS
+    tmem = block.tmem() + (warp << 21) + tile * ROWS
     full, done = block.barrier(barriers.s_full, tile), block.barrier(barriers.o_full, tile)
     empty = block.barrier(barriers.o_empty, tile)
     records, items = Int32(0), Int32(0)  # parities
@@ -65,27 +64,26 @@ def softmax(block: Block, tile: Int32, warp: Int32, lane: Int32) -> None:
             low = item.first + tile * ROWS + warp * 32
             for number in cutlass.range(item.seg0, item.seg1, unroll=1):
                 segment = Segment.read(block.segments, number, item.first, item.rows)
-                own0, own1 = segment.seen_by(low + lane, 1)
-                all0, all1 = segment.seen_by(low, 32)
+                j0, j1 = segment.seen_by(low, 32)
                 for t in cutlass.range(segment.t0, segment.t1, unroll=1):
                     start = t * ROWS
                     ptx.mbarrier_wait(full, records)
                     records = records ^ 1
                     ptx.after_thread_sync()
-                    if (all0 <= start) & (start + ROWS <= all1):
+                    if (j0 <= start) & (start + ROWS <= j1):
                         reference, even, odd = _record(
-                            block, False, tile, warp, lane, region, output,
-                            first, reference, even, odd, start, start,
-                        )  # fmt: skip
+                            block, None, start, low, tile, warp, tmem, first, reference, even, odd
+                        )
                     else:
                         reference, even, odd = _record(
-                            block, True, tile, warp, lane, region, output,
-                            first, reference, even, odd, own0 - start, own1 - start,
+                            block, segment, start, low, tile, warp, tmem, first,
+                            reference, even, odd,
                         )  # fmt: skip
                     first = Int32(0)
             if first == 0:
                 ptx.mbarrier_wait(empty, items ^ 1)
                 items = items ^ 1
+                lane = ptx.lane()
                 total = ptx.add(*ptx.halves(ptx.add_pair(even, odd)))
                 row = (tile * 4 + warp) * 32 + lane
                 ptx.store_shared(block.shared(block.at.rows, 8, row), reference, total)
@@ -96,20 +94,23 @@ def softmax(block: Block, tile: Int32, warp: Int32, lane: Int32) -> None:
 
 @cute.jit
 def _record(
-    block: Block, masked: cutlass.Constexpr, tile: Int32, warp: Int32, lane: Int32,
-    region: Int32, output: Int32, first: Int32,
-    reference: Float32, even: Int64, odd: Int64, j0: Int32, j1: Int32,
+    block: Block, segment: Any, start: Int32, low: Int32, tile: Int32, warp: Int32, tmem: Int32,
+    first: Int32, reference: Float32, even: Int64, odd: Int64,
 ) -> tuple[Float32, Int64, Int64]:  # fmt: skip
-    """S of one record to P and its scales; a masked row sees the record's keys [j0, j1).
+    """S of one record, of keys from ``start`` on, to P and its scales.
 
-    Returns the row's reference and two pairs of partial sums.
+    ``segment``: None where the warp's rows, from ``low`` on, see all of it. Returns the row's
+    reference and two pairs of partial sums.
     """
+    lane = ptx.lane()  # read again for each record, so that what follows from it holds no registers
     c = block.exponent
+    region = tmem + S[0]
     logits = ptx.tmem_load(region, ROWS)
     ptx.before_thread_sync()
     ptx.arrive_once(block.barrier(block.barriers.s_loaded, tile), lane)
-    if cutlass.const_expr(masked):
-        logits = _keep(logits, j0, j1)
+    if cutlass.const_expr(segment is not None):
+        j0, j1 = segment.seen_by(low + lane, 1)
+        logits = _keep(logits, j0 - start, j1 - start)
     tops = [_ceiling(logits[n : n + BLOCK], c) for n in range(0, ROWS, BLOCK)]
     top = ptx.maximum(ptx.maximum(*tops[:3]), tops[3])
     moves = ptx.greater(top, ptx.add_constant(reference, LAG))
@@ -120,7 +121,7 @@ def _record(
         even, odd = ptx.multiply_pair(even, factors), ptx.multiply_pair(odd, factors)
         reference = new
         if first == 0:
-            _rescale(output, factors, block.spec.dv)
+            _rescale(tmem + OUT[0], factors, block.spec.dv)
     floor = ptx.add_constant(reference, FLOOR)
     tops = [ptx.maximum(x, floor) for x in tops]
     codes = [ptx.bits(ptx.add_constant(ptx.subtract(x, reference), CODE - FLOOR)) for x in tops]
@@ -164,7 +165,7 @@ def _ceiling(logits: list[Any], c: Any) -> Any:
 
 def _rescale(output: Any, factors: Any, dv: int) -> None:
     """O of the warp's rows times a factor each. No product writes it now: S was committed after."""
-    step = 16
+    step = 8
     for column in range(0, dv, step):
         values = ptx.tmem_load(output + column, step)
         scaled: list[Any] = []

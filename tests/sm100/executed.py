@@ -8,6 +8,7 @@ Needs nvidia-cutlass-dsl and apache-tvm-ffi.
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ringfa4.kernels.reference_mxfp8 import ReferenceMxfp8Kernel
-from ringfa4.kernels.sm100.specs import MERGE, WRITE, ForwardSpec
+from ringfa4.kernels.sm100.specs import WRITE, ForwardSpec
 from ringfa4.mask import Band
 from ringfa4.mx.wire import MXFP8, MxShard
 from ringfa4.plan import Task
@@ -39,8 +40,9 @@ def compiled(spec: ForwardSpec, arch: str = "sm_100a") -> Any:
 
     zeros = {"q": cutlass.Int64(0), "i": cutlass.Int32(1), "f": cutlass.Float32(0.0)}
     arguments = [zeros[letter] for letter in spec.SIGNATURE]
-    options = f"--enable-tvm-ffi --keep-ptx --keep-cubin --gpu-arch={arch}"
-    return cute.compile(Forward(spec), *arguments, make_fake_stream(), options=options)
+    with tempfile.TemporaryDirectory() as folder:  # the DSL dumps what it keeps
+        options = f"--enable-tvm-ffi --keep-ptx --keep-cubin --gpu-arch={arch} --dump-dir={folder}"
+        return cute.compile(Forward(spec), *arguments, make_fake_stream(), options=options)
 
 
 @lru_cache(maxsize=64)
