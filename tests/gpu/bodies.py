@@ -3,43 +3,15 @@
 from __future__ import annotations
 
 import os
-import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 import transport_contract as contract
-from rings import Case, run
-from torch import Tensor
+from ring_bodies import late_copies
 
 from ringfa4.comm.interface import Control, Transport
-from ringfa4.comm.local import run_ranks
-from ringfa4.comm.streams import CudaLane
-from ringfa4.context import Context
 from ringfa4.errors import ContextBrokenError, PeerError
-from ringfa4.mask import causal
-
-SLEEP_CYCLES = 2_000_000
-"""Longest pause before a copy: about 1 ms."""
-
-
-@contextmanager
-def late_copies(seed: int) -> Iterator[None]:
-    """Every copy of every lane starts late by a random time, on the device."""
-    draw, real = random.Random(seed), CudaLane.copy
-
-    def late(self: CudaLane, into: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self.stream):
-            torch.cuda._sleep(int(draw.random() ** 2 * SLEEP_CYCLES))
-        real(self, into, source)
-
-    CudaLane.copy = late  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        CudaLane.copy = real  # type: ignore[method-assign]
 
 
 def late_calls(rank: int, transport: Transport, control: Control, *, calls: int) -> int:
@@ -97,32 +69,3 @@ def refused_capture(rank: int, transport: Transport, control: Control) -> str:
         transport.open(plans[rank])
     contract.make_call(transport, control, plans, 1)
     return str(refused.value)
-
-
-def ring_as_on_virtual_ranks(rank: int, transport: Transport, control: Control) -> bool:
-    """Forward and backward over processes give the bits that virtual ranks on this GPU give."""
-    world = transport.world
-    case = Case(
-        mask=causal(512 * world),
-        world=world,
-        heads=(4, 2),
-        dims=(64, 64),
-        dtype=torch.bfloat16,
-        device=f"cuda:{transport.device.index}",
-        options={"kernel": "cuda_aten"},
-    )
-    context = Context(transport, control)
-
-    def only_mine(_: int, fn):  # type: ignore[no-untyped-def]
-        return [fn(context)]
-
-    def all_here(world: int, fn):  # type: ignore[no-untyped-def]
-        return run_ranks(world, lambda r, t, c: fn(Context(t, c)), 60.0, case.device)
-
-    torch.use_deterministic_algorithms(True)
-    mine, everything = run(case, only_mine), run(case, all_here)
-    torch.use_deterministic_algorithms(False)
-    for name, whole in everything.items():
-        here = ~mine[name].isnan()
-        assert bool(here.any()) and torch.equal(mine[name][here], whole[here]), name
-    return True

@@ -1,10 +1,12 @@
-"""Ranks in processes of their own on GPUs, for tests: several jobs run in one set of processes.
+"""Ranks in processes of their own, for tests: several jobs run in one set of processes.
 
     told = run_processes("symm_mem", 2, [Job("random_calls", {"seed": 0, "calls": 8, ...}), ...])
+    check(told, jobs)
 
 A process takes seconds to start on a GPU, so jobs share them: each opens a transport, runs a body
-of :mod:`transport_contract` or :mod:`gpu.bodies`, and closes it when the body did not fail. Rank r
-uses GPU r modulo the number there is; where ranks share one, MPS must run (:func:`mps`).
+of one of BODIES, and closes it when the body did not fail. Rank r uses GPU r modulo the number
+there is; where ranks share one, MPS must run (:func:`mps`). Without a GPU the same goes on the CPU,
+over gloo.
 """
 
 from __future__ import annotations
@@ -20,20 +22,29 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent.parent
 
+BODIES = ("transport_contract", "ring_bodies", "gpu.bodies")
+"""Where a body is looked for, in order."""
+
 
 @dataclass(frozen=True)
 class Job:
-    """``body`` with its arguments; ``timeout_s`` bounds the waits of the transport."""
+    """``body`` with its arguments; ``timeout_s`` bounds the waits of the transport.
+
+    ``groups``: the groups in which it runs, as lists of global ranks; None is all ranks together.
+    A rank in none of them sits the job out.
+    """
 
     body: str
     arguments: dict[str, Any] = field(default_factory=dict)
     timeout_s: float = 20.0
+    groups: list[list[int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,9 +68,14 @@ def run_processes(
     jobs: Sequence[Job],
     *,
     limit_s: float = 100.0,
-    dies: int | None = None,
+    dies: Sequence[int] = (),
+    group_timeout_s: float = 600.0,
 ) -> list[list[Told]]:
-    """[rank][job]. AssertionError when a rank outlives ``limit_s`` or dies that should not."""
+    """[rank][job]. AssertionError when a rank outlives ``limit_s``, dies that should not, or lives
+    that should (``dies``).
+
+    ``group_timeout_s``: when the watchdog of NCCL ends a process that waits for a peer.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -72,7 +88,8 @@ def run_processes(
             names = {"RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
             names = {name: str(value) for name, value in names.items()}
             names |= {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": path}
-            command = [sys.executable, "-m", "gpu.processes", transport, work, str(log)]
+            said = [transport, work, str(log), str(group_timeout_s)]
+            command = [sys.executable, "-m", "gpu.processes", *said]
             with open(f"{log}.err", "w") as errors:
                 ranks.append(subprocess.Popen(command, env=os.environ | names, stderr=errors))
         deadline = time.monotonic() + limit_s
@@ -96,8 +113,21 @@ def run_processes(
                 print(Path(f"{logs[rank]}.err").read_text()[-4000:])
         assert not late, f"ranks {late} of {transport} still ran after {limit_s:g} s"
         dead = [rank for rank, process in enumerate(ranks) if process.returncode != 0]
-        assert dead == ([] if dies is None else [dies]), f"ranks {dead} of {transport} died"
+        assert dead == sorted(dies), f"ranks {dead} of {transport} died"
         return told
+
+
+def check(told: Sequence[Sequence[Told]], jobs: Sequence[Job]) -> None:
+    """Every job ended well on every rank; those of ``failing`` as they should."""
+    for rank, lines in enumerate(told):
+        assert len(lines) == len(jobs), f"rank {rank} ended after {lines}"
+        for job, line in zip(jobs, lines, strict=True):
+            if job.body == "failing":
+                culprit = job.arguments["culprit"]
+                want = "ZeroDivisionError" if rank == culprit else "PeerError"
+                assert line.error == want and "deliberate" in line.message, (rank, job, line)
+            else:
+                assert line.error is None, (rank, job, line)
 
 
 @contextmanager
@@ -122,44 +152,64 @@ def mps() -> Iterator[None]:
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _rank(transport_name: str, jobs: Sequence[Job], log: Path) -> None:
+def _rank(transport: str, jobs: Sequence[Job], log: Path, group_timeout_s: float) -> None:
     """What one process does."""
     import torch
     import torch.distributed as dist
 
-    from ringfa4.comm.registry import open_transport
-
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    device, backend = torch.device("cpu"), "gloo"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        backend = "nccl" if torch.cuda.device_count() >= world else "gloo"
     torch.set_num_threads(1)  # small operators on the CPU would fight over the cores
-    backend = "nccl" if torch.cuda.device_count() >= world else "gloo"
-    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
+    dist.init_process_group(
+        backend,
+        device_id=device if backend == "nccl" else None,
+        timeout=timedelta(seconds=group_timeout_s),
+    )
     for job in jobs:
-        module = "transport_contract"
-        if not hasattr(import_module(module), job.body):
-            module = "gpu.bodies"
-        body = getattr(import_module(module), job.body)
         since = time.monotonic()
-        try:
-            transport, control = open_transport(
-                transport_name, dist.group.WORLD, device, job.timeout_s
-            )
-            value = body(rank, transport, control, **job.arguments)
-            transport.close()
-            control.close()
-            told = Told(job.body, value if isinstance(value, int | float | str) else None)
-        except Exception as error:
-            told = Told(job.body, None, type(error).__name__, str(error))
+        told = _one(transport, job, device)
         gc.collect()
-        torch.cuda.empty_cache()
-        seconds = time.monotonic() - since
-        told = replace(told, free_bytes=torch.cuda.mem_get_info()[0], seconds=seconds)
+        free = 0
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            free = torch.cuda.mem_get_info()[0]
+        told = replace(told, free_bytes=free, seconds=time.monotonic() - since)
         with log.open("a") as file:
             file.write(json.dumps(asdict(told)) + "\n")
-    if jobs[-1].body != "killed":  # else NCCL would wait for who is gone
+    if not jobs[-1].body.endswith("killed"):  # else NCCL would wait for who is gone
         dist.destroy_process_group()
 
 
+def _one(transport_name: str, job: Job, device: Any) -> Told:
+    """One job on a fresh transport."""
+    import torch.distributed as dist
+
+    from ringfa4.comm.registry import open_transport
+
+    modules = [import_module(name) for name in BODIES]
+    body = next(getattr(m, job.body) for m in modules if hasattr(m, job.body))
+    try:
+        group = dist.group.WORLD
+        if job.groups is not None:
+            # Every process makes every group, in one order.
+            made = {tuple(ranks): dist.new_group(ranks) for ranks in job.groups}
+            mine = [g for ranks, g in made.items() if dist.get_rank() in ranks]
+            if not mine:
+                return Told(job.body, "sat out")
+            group = mine[0]
+        transport, control = open_transport(transport_name, group, device, job.timeout_s)
+        value = body(transport.rank, transport, control, **job.arguments)
+        transport.close()
+        control.close()
+    except Exception as error:
+        return Told(job.body, None, type(error).__name__, str(error))
+    return Told(job.body, value if isinstance(value, int | float | str) else None)
+
+
 if __name__ == "__main__":
-    _rank(sys.argv[1], [Job(**job) for job in json.loads(sys.argv[2])], Path(sys.argv[3]))
+    given = [Job(**job) for job in json.loads(sys.argv[2])]
+    _rank(sys.argv[1], given, Path(sys.argv[3]), float(sys.argv[4]))

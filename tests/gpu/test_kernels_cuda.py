@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_contract import Case, GradSums, KernelContract
+from kernel_contract import Case, GradSums, KernelContract, shard
 from torch import Tensor
 
 from ringfa4 import mask as masks
@@ -58,10 +58,54 @@ class OnCuda(KernelContract):
             self.check(self.case(mask, batch=1, chunks=1, dims=dims))
         self.check(self.case(mask, batch=1, chunks=1, dlse=True))
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("batch, seq, keys", [(1, 2**21 + 4096, 4096), (3, 2**20, 2**20)])
+    def test_past_two_billion_elements(self, batch: int, seq: int, keys: int) -> None:
+        """q, out, dout and dq of more than 2^31 elements: the first and last rows are right."""
+        if torch.cuda.get_device_properties(0).total_memory < 100 << 30:
+            pytest.skip("needs 100 GiB of GPU memory")
+        near = 256
+        mask = masks.full(seq, keys) if keys < seq else masks.window(seq, left=near)
+        case = _long_case(mask, batch)
+        out, lse = self.forward(case)
+        dq, _, dv = KernelContract.backward(self, case, out, lse)
+        for row in (0, batch - 1):
+            for rows in (slice(0, near), slice(seq - near, seq)):
+                first = 0 if keys < seq else max(0, rows.start - near)
+                seen = slice(first, keys if keys < seq else rows.stop)
+                at = slice(row, row + 1)
+                part = (
+                    masks.full(near, seen.stop - seen.start)
+                    if keys < seq
+                    else masks.window(near, seen.stop - seen.start, left=near, align="bottom-right")
+                )
+                small = replace(
+                    case, mask=part,
+                    q=case.q[at, rows], dout=case.dout[at, rows], k=case.k[at, seen],
+                    v=case.v[at, seen], q_shard=shard(near), k_shard=shard(seen.stop - seen.start),
+                )  # fmt: skip
+                for name, got in (("out", out), ("dq", dq)):
+                    self.judge(name, got[at, rows], small)
+                self.judge("lse", lse[at, :, rows], small)
+        assert bool(torch.isfinite(dv).all())
+
     def test_external_lse(self) -> None:
         """bf16 only: in fp16 the P of a merge over many keys is subnormal, whatever the library."""
         self.dtypes = (torch.bfloat16,)
         super().test_external_lse()
+
+
+def _long_case(mask: Mask, batch: int) -> Case:
+    """bf16 inputs drawn on the card: 8 heads that share one of K and V, d 128, one chunk."""
+
+    def gaussian(seq: int, heads: int) -> Tensor:
+        shape = batch, seq, heads, 128
+        return torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_()
+
+    torch.cuda.manual_seed(0)
+    sizes = (mask.seq_q, 8), (mask.seq_k, 1), (mask.seq_k, 1), (mask.seq_q, 8)
+    q, k, v, dout = (gaussian(*size) for size in sizes)
+    return Case(mask, q, k, v, dout, None, shard(mask.seq_q), shard(mask.seq_k), None)
 
 
 class TestCudaAten(OnCuda):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.bodies import late_copies
+from ring_bodies import late_copies
 from rings import Case, dense, run
 from torch import Tensor
 

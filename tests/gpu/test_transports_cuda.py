@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,7 +11,8 @@ import pytest
 import torch
 import transport_contract as contract
 from gpu import bodies
-from gpu.processes import Job, Told, mps, run_processes
+from gpu.processes import Job, check, mps, run_processes
+from ring_bodies import late_copies
 from test_transports import InThreads
 
 from ringfa4.comm.interface import Control, Transport
@@ -38,7 +39,7 @@ def on_gpu(
 def late_on_gpu(
     world: int, fn: Callable[[int, Any, Control], Any], timeout_s: float = 60.0
 ) -> list[Any]:
-    with bodies.late_copies(seed=world):
+    with late_copies(seed=world):
         return run_ranks(world, fn, timeout_s, "cuda")
 
 
@@ -104,18 +105,6 @@ FAILING = [
 ]
 
 
-def check(told: Sequence[Sequence[Told]], jobs: Sequence[Job]) -> None:
-    for rank, lines in enumerate(told):
-        assert len(lines) == len(jobs), f"rank {rank} ended after {lines}"
-        for job, line in zip(jobs, lines, strict=True):
-            if job.body == "failing":
-                culprit = job.arguments["culprit"]
-                want = "ZeroDivisionError" if rank == culprit else "PeerError"
-                assert line.error == want and "deliberate" in line.message, (rank, job, line)
-            else:
-                assert line.error is None, (rank, job, line)
-
-
 @needs_nvshmem
 def test_nvshmem_between_processes_on_one_gpu() -> None:
     jobs = [*CONTRACT, *PULL, *FAILING]
@@ -128,7 +117,7 @@ def test_nvshmem_notices_a_killed_peer() -> None:
     timeout_s = 3.0
     with mps():
         jobs = [Job("killed", {"culprit": 1}, timeout_s)]
-        survivor, dead = run_processes("nvshmem", 2, jobs, dies=1)
+        survivor, dead = run_processes("nvshmem", 2, jobs, dies=[1])
     assert not dead and survivor[0].error is None, survivor
     assert survivor[0].value < 3 * timeout_s
 
@@ -165,7 +154,7 @@ def test_contract_between_gpus(transport: str) -> None:
 def test_symm_mem_notices_a_killed_peer() -> None:
     timeout_s = 3.0
     jobs = [Job("killed", {"culprit": 1}, timeout_s)]
-    survivor, dead = run_processes("symm_mem", 2, jobs, dies=1)
+    survivor, dead = run_processes("symm_mem", 2, jobs, dies=[1])
     assert not dead and survivor[0].error is None, survivor
     assert survivor[0].value < 3 * timeout_s
 
