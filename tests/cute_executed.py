@@ -33,7 +33,7 @@ ARCH = "sm_90a"
 
 @lru_cache(maxsize=512)
 def _program(spec: Spec) -> Any:
-    return lower(parse(compile_kernel(spec, ARCH)[2]))
+    return lower(parse(compile_kernel(spec, ARCH).ptx))
 
 
 class _Executor:

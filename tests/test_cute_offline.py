@@ -241,7 +241,8 @@ def test_compiles(name: str, arch: str):
     from ringfa4.kernels.cute.compile import compile_kernel
 
     spec = SPECS[name](arch != "sm_80")
-    cubin, entry, ptx = compile_kernel(spec, arch)
+    made = compile_kernel(spec, arch)
+    cubin, entry, ptx = made.cubin, made.entry, made.ptx
     assert cubin.startswith(b"\x7fELF") and entry.encode() in cubin
     assert f".target {arch}" in ptx
     assert not re.search(r"\.local|ld\.local|st\.local", ptx)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 import tempfile
 import threading
+from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from ringfa4.kernels.cute.specs import Spec, parameters
@@ -30,13 +32,35 @@ _TRACING = threading.Lock()
 """The DSL traces with global state; virtual ranks are threads."""
 
 
-def compile_kernel(spec: Spec, arch: str) -> tuple[bytes, str, str]:
-    """(cubin, name of its entry, PTX) of ``spec`` for an architecture such as "sm_90a"."""
-    with _TRACING:
-        return _compile(spec, arch)
+@dataclass(frozen=True)
+class Compiled:
+    """A device function: machine code, the name of its entry, PTX."""
+
+    cubin: bytes
+    entry: str
+    ptx: str
 
 
-def _compile(spec: Spec, arch: str) -> tuple[bytes, str, str]:
+def compile_kernel(spec: Spec, arch: str, export: tuple[Path, str] | None = None) -> Compiled:
+    """``spec`` for an architecture such as "sm_90a".
+
+    With ``export`` = (path, name) an object file is written there too: the host function under that
+    name, in the calling convention of apache-tvm-ffi, with the device function inside.
+    """
+    with _TRACING, tempfile.TemporaryDirectory(prefix="ringfa4-") as folder:  # 0700, for dumps
+        options = f"--gpu-arch={arch} --keep-ptx --keep-cubin --dump-dir={folder}"
+        made = _traced(spec, options + (" --enable-tvm-ffi" if export else ""))
+        if export is not None:
+            path, name = export
+            made.export_to_c(str(path), function_name=name)
+        cubin, ptx = bytes(made.__cubin__), str(made.__ptx__)
+    entries = re.findall(r"\.entry\s+(\w+)\(", ptx)
+    assert len(entries) == 1, entries
+    assert _parameters(ptx) == parameters(spec), (_parameters(ptx), parameters(spec))
+    return Compiled(cubin, entries[0], ptx)
+
+
+def _traced(spec: Spec, options: str) -> Any:
     cute = import_module("cutlass.cute")
     cutlass = import_module("cutlass")
     runtime = import_module("cutlass.cute.runtime")
@@ -44,18 +68,7 @@ def _compile(spec: Spec, arch: str) -> tuple[bytes, str, str]:
     kernel = getattr(import_module(module), attribute)(spec)
     zeros = {"q": cutlass.Int64(0), "i": cutlass.Int32(0), "f": cutlass.Float32(0.0)}
     arguments = [zeros[letter] for letter in spec.SIGNATURE]
-    with tempfile.TemporaryDirectory(prefix="ringfa4-") as folder:  # 0700; the DSL dumps into it
-        compiled: Any = cute.compile(
-            kernel,
-            *arguments,
-            runtime.make_fake_stream(),
-            options=f"--gpu-arch={arch} --keep-ptx --keep-cubin --dump-dir={folder}",
-        )
-        cubin, ptx = bytes(compiled.__cubin__), str(compiled.__ptx__)
-    entries = re.findall(r"\.entry\s+(\w+)\(", ptx)
-    assert len(entries) == 1, entries
-    assert _parameters(ptx) == parameters(spec), (_parameters(ptx), parameters(spec))
-    return cubin, entries[0], ptx
+    return cute.compile(kernel, *arguments, runtime.make_fake_stream(), options=options)
 
 
 def _parameters(ptx: str) -> str:

@@ -57,8 +57,8 @@ def kernel(spec: Spec, arch: str) -> Kernel:
 def _build(spec: Spec, arch: str) -> cache.Binary:
     from ringfa4.kernels.cute.compile import compile_kernel  # imports the DSL: 3 seconds
 
-    cubin, entry, _ = compile_kernel(spec, arch)
-    return cache.Binary(cubin, entry)
+    made = compile_kernel(spec, arch)
+    return cache.Binary(made.cubin, made.entry)
 
 
 @lru_cache(maxsize=64)

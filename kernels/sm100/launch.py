@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ringfa4.kernels.cute import driver, host
-from ringfa4.kernels.sm100.specs import ROWS, ForwardSpec
+from ringfa4.kernels.sm100.specs import EMULATED, ROWS, ForwardSpec
 
 
 class Arguments(NamedTuple):
@@ -104,10 +104,6 @@ def tensor_maps(spec: ForwardSpec, a: Arguments) -> tuple[TensorMap, TensorMap, 
             ROWS,
         ),
     )
-
-
-EMULATED = {"sm_100a": 8, "sm_103a": 0}
-"""Of each 32 exponentials, how many are polynomials: the exp unit of SM103 is twice as fast."""
 
 
 class CudaLauncher:

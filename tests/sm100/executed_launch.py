@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from ptx.machine import ADVERSARIAL, Memory, Schedule
 
-from ringfa4.kernels.sm100.launch import EMULATED, Arguments
-from ringfa4.kernels.sm100.specs import ForwardSpec
+from ringfa4.kernels.sm100.launch import Arguments
+from ringfa4.kernels.sm100.specs import EMULATED, ForwardSpec
 from sm100.executed import captured
 
 SCHEDULES = cycle(ADVERSARIAL)
