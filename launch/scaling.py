@@ -186,7 +186,6 @@ def scaling(options: Options, command: str) -> bool:
         "head_dim": head_dim,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "began": time.time(),
     }
     console.say(f"{command}: {len(rows)} rows, {world} rank(s) on {about['device']}")
     journal = Journal(options.json if rank == 0 else None, about, resume=options.resume)
@@ -219,6 +218,7 @@ class _Run:
     def __init__(self, options: Options, bench: Bench, journal: Journal, console: Console) -> None:
         self.options, self.bench = options, bench
         self.journal, self.console = journal, console
+        self.began = time.monotonic()
         self.rate: float | None = None
         self.traces: list[list[Part]] = []
 
@@ -258,8 +258,7 @@ class _Run:
         once = work / (rate * self.bench.peers.world)
         # At least one repetition, one more for the library calls or an unknown first time.
         expected = ROW_OVERHEAD_S[device] + 2 * once
-        gone: float = time.time() - self.journal.about["began"]
-        return gone + expected <= self.options.budget
+        return time.monotonic() - self.began + expected <= self.options.budget
 
     def _learn(self, row: Row, found: Measured) -> None:
         """The slowest rate so far: rows are left out rather than cut off."""

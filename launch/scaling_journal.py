@@ -8,8 +8,8 @@
     left out  no time was left
 
 The file is replaced whole after every change. A later run that resumes it takes over what is done
-or refused, does not try again what was begun or late, and has what the first left of its --budget.
-(Not a restart by torchrun: its store still holds the addresses of the processes that ended.)
+or refused, and does not try again what was begun or late. (Not by ``torchrun --max-restarts``: its
+store would still hold the addresses of the processes that ended.)
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class Journal:
         self._writing = threading.Lock()
         if resume and self.path is not None and self.path.exists():
             found = json.loads(self.path.read_text())
-            self.about = {**about, "began": found["about"]["began"]}
             self.rows = {n: _taken_over(e) for n, e in found["rows"].items()}
             self.rows = {n: e for n, e in self.rows.items() if e["state"] != "left out"}
 

@@ -113,21 +113,20 @@ def test_rows_are_selected_by_pattern() -> None:
 
 def test_a_journal_goes_on_behind_what_ended_it(tmp_path: Path) -> None:
     path = str(tmp_path / "out.json")
-    first = Journal(path, {"began": 5.0}, resume=True)  # there is nothing yet
+    first = Journal(path, {"torch": "w"}, resume=True)  # there is nothing yet
     first.note("a", "done", result={"x": 1})
     first.note("b", "refused", why="no")
     first.note("c", "left out", why="no time")
     first.note("d", "begun")
     assert json.loads(Path(path).read_text())["rows"] == first.rows
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
-    again = Journal(path, {"began": 9.0, "torch": "x"}, resume=True)
-    assert again.about == {"began": 5.0, "torch": "x"}
+    again = Journal(path, {"torch": "x"}, resume=True)
+    assert again.about == {"torch": "x"}
     assert again.rows["a"] == {"state": "done", "result": {"x": 1}} and "b" in again
     assert again.rows["d"] == {"state": "late", "why": DIED}
     assert "c" not in again  # there may be time now
-    fresh = Journal(path, {"began": 9.0}, resume=False)
-    assert fresh.rows == {} and fresh.about["began"] == 9.0
-    assert Journal(None, {"began": 9.0}, resume=True).rows == {}
+    assert Journal(path, {}, resume=False).rows == {}
+    assert Journal(None, {}, resume=True).rows == {}
 
 
 def test_a_row_past_its_limit_ends_the_process_and_says_so(
@@ -142,7 +141,7 @@ def test_a_row_past_its_limit_ends_the_process_and_says_so(
         ended.set()
 
     monkeypatch.setattr(scaling_journal.os, "_exit", leave)
-    journal = Journal(str(tmp_path / "out.json"), {"began": 0.0}, resume=False)
+    journal = Journal(str(tmp_path / "out.json"), {}, resume=False)
     with journal.limit("quick", 30.0):
         pass
     with journal.limit("slow", 0.01):

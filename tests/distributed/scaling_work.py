@@ -85,7 +85,7 @@ def fails_on(rank: int, how: str) -> tuple[list[str], dict[str, Any]]:
 
     scaling.measure = measured  # type: ignore[assignment]
     try:
-        here, journal = bench(check_rows=0), Journal(None, {"began": 0.0}, resume=False)
+        here, journal = bench(check_rows=0), Journal(None, {}, resume=False)
         console = Console(io.StringIO(), speaks=False)
         scaling._Run(scaling.parse_options([]), here, journal, console).all(rows)
         here.context.close()

@@ -57,6 +57,22 @@ def killed(rank: int, transport: Transport, control: Control, *, culprit: int) -
     return time.monotonic() - since
 
 
+def stranded_by_killed(rank: int, transport: Transport, control: Control, *, culprit: int) -> str:
+    """As :func:`killed`, where the device's wait cannot be ended: nobody returns from it."""
+    plans = contract.full(transport.world, 1 << 16, backward=False)
+    contract.make_call(transport, control, plans, 0)
+    torch.cuda.synchronize()
+    exchange = transport.open(plans[rank])
+    if rank == culprit:
+        time.sleep(1.0)
+        os._exit(9)
+    exchange.outbox().zero_()
+    exchange.publish()
+    exchange.fetch(1).wait()
+    torch.cuda.synchronize()
+    return "went on without what was to be received"
+
+
 def refused_capture(rank: int, transport: Transport, control: Control) -> str:
     plans = contract.full(transport.world, 256, backward=False)
     contract.make_call(transport, control, plans, 0)
