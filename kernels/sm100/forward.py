@@ -8,13 +8,13 @@ records of keys that they see; it is persistent, its works are w = block, block 
            8 - 11   O and the state                                 (epilogue)
           12        products                                        (products)
           13        copies into shared memory                       (loads)
-          14, 15    none: registers are lent in fours of warps
+          14, 15    NaN of V out of records that mask something   (guard)
 
 What each waits for is in :class:`ringfa4.kernels.sm100.specs.Barriers`, where what lies in shared
 memory in ``SharedMap`` there and in tensor memory in :mod:`ringfa4.kernels.sm100.block`.
 
-An item must see a key; rows that see none give (0, -inf, 0). Padding tokens of a record enter the
-products with P = 0, so their V must not be NaN, as the wire has it.
+An item must see a key; rows that see none give (0, -inf, 0). NaN reaches what depends on it and
+nothing else: in Q its row, in K the rows that see the key, in V their O, all of its head's columns.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from cutlass.cute.nvgpu import cpasync
 from ringfa4.kernels.sm100 import instructions as ptx
 from ringfa4.kernels.sm100.block import TMEM_COLUMNS, Block
 from ringfa4.kernels.sm100.epilogue import finish
+from ringfa4.kernels.sm100.guard import guard
 from ringfa4.kernels.sm100.loads import load
 from ringfa4.kernels.sm100.products import multiply
 from ringfa4.kernels.sm100.softmax import softmax
@@ -160,6 +161,8 @@ class Forward:
             elif warp == 13:
                 with cute.arch.elect_one():
                     load(block)
+            else:
+                guard(block, (warp - 14) * 32 + lane)
         ptx.before_thread_sync()
         cute.arch.sync_threads()
         if warp == 12:

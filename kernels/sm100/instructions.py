@@ -163,6 +163,17 @@ def shift_add(x: Int32, by: int, y: Int32) -> Any:
     return _asm(code, [Int32], x, y, pure=True)
 
 
+def with_ones(code: Int32, predicate: Int32) -> Any:
+    """Lowest byte 255 where the predicate is not 0."""
+    return _asm(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; selp.b32 $0, 255, $1, p; }",
+        [Int32],
+        code,
+        predicate,
+        pure=True,
+    )
+
+
 def low_bytes(words: Sequence[Any]) -> Any:
     """The lowest bytes of four words, the first lowest."""
     return _asm(
@@ -170,6 +181,17 @@ def low_bytes(words: Sequence[Any]) -> Any:
         "prmt.b32 $0, lo, hi, 0x5410; }",
         [Int32],
         *words,
+        pure=True,
+    )
+
+
+def nan_bytes(word: Int32) -> Any:
+    """1 in each byte that is NaN in E4M3 (all ones but the sign), else 0."""
+    return _asm(
+        "{ .reg .b32 t; and.b32 t, $1, 0x7f7f7f7f; add.s32 t, t, 0x01010101; "
+        "shr.u32 t, t, 7; and.b32 $0, t, 0x01010101; }",
+        [Int32],
+        word,
         pure=True,
     )
 
@@ -284,6 +306,16 @@ def load_shared(address: Int32, count: int) -> Any:
     """``count`` (2 or 4) fp32 of shared memory."""
     names = ", ".join(f"${n}" for n in range(count))
     return _asm(f"ld.shared.v{count}.b32 {{{names}}}, [${count}];", [Float32] * count, address)
+
+
+def load_shared_words(address: Int32) -> Any:
+    """Four words of shared memory."""
+    return _asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", [Int32] * 4, address)
+
+
+def mark_shared(address: Int32, bits: Int32) -> None:
+    """Set bits of a word of shared memory, whoever else does."""
+    _asm("red.shared.or.b32 [$0], $1;", [], address, bits)
 
 
 def store_shared(address: Int32, *values: Any) -> None:

@@ -29,6 +29,7 @@ from ringfa4.kernels.sm100.block import (
 )
 from ringfa4.kernels.sm100.loads import advanced, slot_and_parity
 from ringfa4.kernels.sm100.specs import ATOM, ROWS
+from ringfa4.kernels.sm100.walk import Segment
 
 # Parities of uses so far, bits of one word: + tile.
 Q_USES, S_USES, P_USES, O_USES = 0, 2, 4, 6
@@ -38,23 +39,31 @@ Q_USES, S_USES, P_USES, O_USES = 0, 2, 4, 6
 def multiply(block: Block) -> None:
     slots = block.spec.slots
     tmem = block.tmem()
-    k, v, uses = Int32(0), Int32(0), Int32(0)
+    k, v, uses, cleaned = Int32(0), Int32(0), Int32(0), Int32(0)
     waiting, later, last = Int32(0), Int32(0), Int32(0)  # of the record before: its tiles, ...
     work = block.first_work
     while work < block.works:
         item, _ = block.item(work)
         count = block.visits(item)
-        for i in cutlass.range(count, unroll=1):
-            first, final = Int32(i == 0), Int32(i == count - 1)
-            for tile in cutlass.range_constexpr(2):
-                if tile < waiting:
-                    uses = _values(block, tmem, tile, v, uses, waiting, later, last)
-                if tile < item.tiles:
-                    uses = _logits(block, tmem, tile, k, uses, item.tiles, first, final)
-            if waiting > 0:
-                v = advanced(v, slots)
-            k = advanced(k, slots)
-            waiting, later, last = item.tiles, 1 - first, final
+        i = Int32(0)
+        for number in cutlass.range(item.seg0, item.seg1, unroll=1):
+            segment = Segment.read(block.segments, number, item.first, item.rows)
+            for t in cutlass.range(segment.t0, segment.t1, unroll=1):
+                first, final = Int32(i == 0), Int32(i == count - 1)
+                cut = Int32(segment.cuts(item, t))
+                for tile in cutlass.range_constexpr(2):
+                    if tile < waiting:
+                        uses = _values(block, tmem, tile, v, uses, waiting, later, last)
+                    if tile < item.tiles:
+                        uses = _logits(
+                            block, tmem, tile, k, uses, item.tiles, first, final, cut, cleaned
+                        )
+                if waiting > 0:
+                    v = advanced(v, slots)
+                cleaned = cleaned ^ (cut << slot_and_parity(k, slots)[0])
+                k = advanced(k, slots)
+                i += 1
+                waiting, later, last = item.tiles, 1 - first, final
         work += block.ctas
     for tile in cutlass.range_constexpr(2):
         if tile < waiting:
@@ -64,12 +73,18 @@ def multiply(block: Block) -> None:
 @cute.jit
 def _logits(
     block: Block, tmem: Int32, tile: cutlass.Constexpr, position: Int32, uses: Int32,
-    tiles: Int32, first: Int32, final: Int32,
+    tiles: Int32, first: Int32, final: Int32, cut: Int32, cleaned: Int32,
 ) -> Int32:  # fmt: skip
-    """S of a tile; ``first`` and ``final``: the item's first and last record."""
+    """S of a tile; ``first`` and ``final``: the item's first and last record.
+
+    Where the record is ``cut``, its V is clean before there is an S: softmax and the products of V
+    rely on it. ``cleaned``: parities of the slots.
+    """
     spec, at, barriers = block.spec, block.at, block.barriers
     slot, parity = slot_and_parity(position, spec.slots)
     if cutlass.const_expr(tile == 0):
+        if cut != 0:
+            ptx.mbarrier_wait(block.barrier(barriers.v_clean, slot), (cleaned >> slot) & 1)
         ptx.mbarrier_wait(block.barrier(barriers.k_full, slot), parity)
         _wait_empty(block, barriers.s_loaded + 1, uses, S_USES + 1)
     _wait_empty(block, barriers.s_loaded, uses, S_USES)

@@ -29,6 +29,7 @@ from cutlass.cute.arch import sync_warp
 
 from ringfa4.kernels.sm100 import instructions as ptx
 from ringfa4.kernels.sm100.block import OUT, Block, P, S
+from ringfa4.kernels.sm100.loads import advanced, slot_and_parity
 from ringfa4.kernels.sm100.specs import ATOM, ROWS
 from ringfa4.kernels.sm100.walk import Segment
 
@@ -50,11 +51,11 @@ POLYNOMIAL = (0.69511681, 0.22764487, 0.07706715)
 @cute.jit
 def softmax(block: Block, tile: Int32, warp: Int32) -> None:
     """``warp`` of the tile's four: rows 32 warp ... of the tile."""
-    barriers = block.barriers
+    barriers, slots = block.barriers, block.spec.slots
     tmem = block.tmem() + (warp << 21) + tile * ROWS
     full, done = block.barrier(barriers.s_full, tile), block.barrier(barriers.o_full, tile)
     empty = block.barrier(barriers.o_empty, tile)
-    records, items = Int32(0), Int32(0)  # parities
+    records, items, position = Int32(0), Int32(0), Int32(0)  # parities, and that of V's ring
     work = block.first_work
     while work < block.works:
         item, _ = block.item(work)
@@ -64,22 +65,24 @@ def softmax(block: Block, tile: Int32, warp: Int32) -> None:
             low = item.first + tile * ROWS + warp * 32
             for number in cutlass.range(item.seg0, item.seg1, unroll=1):
                 segment = Segment.read(block.segments, number, item.first, item.rows)
-                j0, j1 = segment.seen_by(low, 32)
                 for t in cutlass.range(segment.t0, segment.t1, unroll=1):
                     start = t * ROWS
                     ptx.mbarrier_wait(full, records)
                     records = records ^ 1
                     ptx.after_thread_sync()
-                    if (j0 <= start) & (start + ROWS <= j1):
+                    if segment.cuts(item, t):
+                        slot, _ = slot_and_parity(position, slots)
                         reference, even, odd = _record(
-                            block, None, start, low, tile, warp, tmem, first, reference, even, odd
-                        )
+                            block, segment, slot, start, low, tile, warp, tmem, first,
+                            reference, even, odd,
+                        )  # fmt: skip
                     else:
                         reference, even, odd = _record(
-                            block, segment, start, low, tile, warp, tmem, first,
+                            block, None, None, start, low, tile, warp, tmem, first,
                             reference, even, odd,
                         )  # fmt: skip
                     first = Int32(0)
+                    position = advanced(position, slots)
             if first == 0:
                 ptx.mbarrier_wait(empty, items ^ 1)
                 items = items ^ 1
@@ -89,18 +92,20 @@ def softmax(block: Block, tile: Int32, warp: Int32) -> None:
                 ptx.store_shared(block.shared(block.at.rows, 8, row), reference, total)
                 sync_warp()
                 ptx.arrive_once(done, lane)
+        else:
+            position = (position + block.visits(item)) % (2 * slots)
         work += block.ctas
 
 
 @cute.jit
 def _record(
-    block: Block, segment: Any, start: Int32, low: Int32, tile: Int32, warp: Int32, tmem: Int32,
-    first: Int32, reference: Float32, even: Int64, odd: Int64,
+    block: Block, segment: Any, slot: Any, start: Int32, low: Int32, tile: Int32, warp: Int32,
+    tmem: Int32, first: Int32, reference: Float32, even: Int64, odd: Int64,
 ) -> tuple[Float32, Int64, Int64]:  # fmt: skip
     """S of one record, of keys from ``start`` on, to P and its scales.
 
-    ``segment``: None where the warp's rows, from ``low`` on, see all of it. Returns the row's
-    reference and two pairs of partial sums.
+    ``segment`` and the slot of V: None where all rows of the item see all of it. The warp's rows
+    are those from ``low`` on. Returns the row's reference and two pairs of partial sums.
     """
     lane = ptx.lane()  # read again for each record, so that what follows from it holds no registers
     c = block.exponent
@@ -110,7 +115,11 @@ def _record(
     ptx.arrive_once(block.barrier(block.barriers.s_loaded, tile), lane)
     if cutlass.const_expr(segment is not None):
         j0, j1 = segment.seen_by(low + lane, 1)
-        logits = _keep(logits, j0 - start, j1 - start)
+        masks = [
+            ptx.low_ones(j1 - start - n) & ~ptx.low_ones(j0 - start - n)
+            for n in range(0, ROWS, BLOCK)
+        ]
+        logits = [ptx.keep(x, masks[n // BLOCK], n % BLOCK) for n, x in enumerate(logits)]
     tops = [_ceiling(logits[n : n + BLOCK], c) for n in range(0, ROWS, BLOCK)]
     top = ptx.maximum(ptx.maximum(*tops[:3]), tops[3])
     moves = ptx.greater(top, ptx.add_constant(reference, LAG))
@@ -125,8 +134,15 @@ def _record(
     floor = ptx.add_constant(reference, FLOOR)
     tops = [ptx.maximum(x, floor) for x in tops]
     codes = [ptx.bits(ptx.add_constant(ptx.subtract(x, reference), CODE - FLOOR)) for x in tops]
+    scales = codes
+    if cutlass.const_expr(segment is not None):
+        marks = ptx.load_shared_words(block.shared(block.at.v_marks, 16, slot))
+        scales = [
+            ptx.with_ones(code, mask & mark)
+            for code, mask, mark in zip(codes, masks, marks, strict=True)
+        ]
     address = block.shared(block.at.p_scales, ATOM, tile) + lane * 16 + warp * 4
-    ptx.store_shared(address, ptx.low_bytes(codes))
+    ptx.store_shared(address, ptx.low_bytes(scales))
     ptx.fence_proxy_async()
     for n in cutlass.range_constexpr(ROWS // BLOCK):
         weight = ptx.from_bits(ptx.shift_left(codes[n], 23))
@@ -143,15 +159,6 @@ def _record(
     sync_warp()
     ptx.arrive_once(block.barrier(block.barriers.p_ready, tile), lane)
     return reference, even, odd
-
-
-def _keep(logits: list[Any], j0: Any, j1: Any) -> list[Any]:
-    """-inf outside of [j0, j1)."""
-    kept = []
-    for n in range(0, ROWS, BLOCK):
-        mask = ptx.low_ones(j1 - n) & ~ptx.low_ones(j0 - n)
-        kept += [ptx.keep(x, mask, bit) for bit, x in enumerate(logits[n : n + BLOCK])]
-    return kept
 
 
 def _ceiling(logits: list[Any], c: Any) -> Any:

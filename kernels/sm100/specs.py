@@ -125,7 +125,8 @@ class SharedMap:
 
     What swizzled copies write begins at a multiple of 1024. ``q`` and its scales hold two tiles,
     ``k`` and ``v`` and theirs ``slots`` records, ``p_scales`` an atom for each tile, ``rows`` the
-    (reference, sum) of each row of two tiles, ``staging`` a tile of O.
+    (reference, sum) of each row of two tiles, ``staging`` a tile of O, ``v_marks`` a bit for each
+    token of a slot of V.
     """
 
     q: int
@@ -137,6 +138,7 @@ class SharedMap:
     v_scales: int
     p_scales: int
     rows: int
+    v_marks: int
     barriers: int
     tmem_base: int
     nbytes: int
@@ -145,8 +147,8 @@ class SharedMap:
     def of(cls, spec: ForwardSpec) -> SharedMap:
         n, atoms = spec.slots, ATOM * spec.k_atoms
         sizes = [2 * ROWS * spec.dk, n * ROWS * spec.dk, n * ROWS * spec.dv, ROWS * spec.dv * 4]
-        sizes += [2 * atoms, n * atoms, n * ATOM, 2 * ATOM, 2 * ROWS * 8]
-        sizes += [8 * Barriers.of(n).count, 16]
+        sizes += [2 * atoms, n * atoms, n * ATOM, 2 * ATOM, 2 * ROWS * 8, 16 * n]
+        sizes += [-(-8 * Barriers.of(n).count // 16) * 16, 16]
         offsets = [0]
         for size in sizes:
             assert offsets[-1] % 16 == 0, sizes
@@ -160,10 +162,12 @@ class Barriers:
     """Number of the first mbarrier of each kind; who arrives -> who waits, per use.
 
         q_full, k_full, v_full     load (and the bytes)         -> products
-        q_empty, k_empty, v_empty  products (commit)            -> load
+        q_empty, k_empty           products (commit)            -> load
+        v_empty                    products (commit), guard     -> load
         s_full                     products (commit)            -> softmax of the tile
         s_loaded                   softmax, once a warp         -> products
         p_ready                    softmax, once a warp         -> products
+        v_clean                    guard, of records with masks -> products
         o_full                     products (commit), softmax   -> epilogue
         o_empty                    epilogue, once a warp        -> products, softmax
 
@@ -181,15 +185,17 @@ class Barriers:
     k_empty: int
     v_full: int
     v_empty: int
+    v_clean: int
     count: int
 
     @classmethod
     def of(cls, slots: int) -> Barriers:
         tiles = list(range(0, 14, 2))
-        return cls(*tiles, *(14 + slots * n for n in range(4)), 14 + slots * 4)
+        return cls(*tiles, *(14 + slots * n for n in range(6)))
 
     @property
     def arrivals(self) -> list[int]:
         """How many complete a phase, barrier by barrier."""
-        slots = (self.count - 14) // 4
-        return [1] * 6 + [4] * 4 + [5] * 2 + [4] * 2 + [1] * (4 * slots)
+        slots = self.count - self.v_clean
+        tiles = [1] * 6 + [4] * 4 + [5] * 2 + [4] * 2
+        return tiles + [1] * (3 * slots) + [3] * slots + [1] * slots

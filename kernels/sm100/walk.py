@@ -66,7 +66,13 @@ class Segment:
         t1 = t0 + some * (((j1 + (ROWS - 1)) >> ROW_BITS) - t0)
         return cls(record, q0, q1, k0, k1, lo, hi, t0, t1)
 
-    def seen_by(self, first: Int32, rows: int) -> tuple[Any, Any]:
+    def cuts(self, item: Item, t: Int32) -> Any:
+        """Whether some row of the item does not see all of the chunk's record ``t``."""
+        j0, j1 = self.seen_by(item.first, item.rows)
+        start = t << ROW_BITS
+        return (start < j0) | (j1 < start + ROWS)
+
+    def seen_by(self, first: Int32, rows: int | Int32) -> tuple[Any, Any]:
         """The keys [j0, j1) of the chunk that all of ``rows`` queries see; j1 <= j0 for none."""
         last = first + (rows - 1)
         inside = Int32((first >= self.q0) & (last < self.q1))
