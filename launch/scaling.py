@@ -140,7 +140,7 @@ def parse_options(argv: Sequence[str]) -> Options:
     how.add_argument("--budget", type=seconds, metavar="S", help="begin no row that would pass it")
     how.add_argument("--check-rows", type=typed(parse_size, 0), default=16, metavar="N")
     how.add_argument("--seed", type=int, default=0, help="of the random inputs")
-    how.add_argument("--timeout", type=seconds, default=60.0, metavar="S", help="wait for a peer")
+    how.add_argument("--timeout", type=seconds, default=100.0, metavar="S", help="wait for a peer")
     out = parser.add_argument_group("what comes out")
     out.add_argument("--json", metavar="FILE", help="results, row by row")
     out.add_argument("--resume", action="store_true", help="go on with --json FILE")
@@ -256,8 +256,8 @@ class _Run:
         rate = self.rate or FLOPS_ASSUMED[device]
         work = sum(row.problem.flops(d, self.bench.head_dim) for d in self.bench.directions)
         once = work / (rate * self.bench.peers.world)
-        # At least one repetition, one more for the library calls or an unknown first time.
-        expected = ROW_OVERHEAD_S[device] + 2 * once
+        # One repetition, and of a local row one that keeps the library calls, and those again.
+        expected = ROW_OVERHEAD_S[device] + 3 * once
         return time.monotonic() - self.began + expected <= self.options.budget
 
     def _learn(self, row: Row, found: Measured) -> None:

@@ -126,9 +126,13 @@ def recorded(kernel: BlockKernel) -> tuple[BlockKernel, list[Callable[[], object
     for name in ("attend", "differentiate"):
         made = getattr(kernel, name)
 
-        def keep(*operands: object, made: Callable[..., object] = made) -> object:
-            calls.append(partial(made, *operands))
-            return made(*operands)
-
-        setattr(twin, name, keep)
+        setattr(twin, name, partial(_kept, calls, made))
     return twin, calls
+
+
+def _kept(
+    calls: list[Callable[[], object]], made: Callable[..., object], *operands: object
+) -> object:
+    """``made(*operands)``, noted in ``calls``."""
+    calls.append(partial(made, *operands))
+    return made(*operands)

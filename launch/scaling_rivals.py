@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ringfa4.errors import MissingLibraryError
 from ringfa4.kernels.native import NativeKernel, Rows, aligned
@@ -243,6 +244,10 @@ class _Differentiated:
         return dq, dk, dv
 
 
+FASTEST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+"""PyTorch's kernels, by speed on Hopper: 578 and 332 TFLOP/s (128K causal, docs/benchmarks.md)."""
+
+
 @contextmanager
 def plain_ring(share: Share, kernel: str) -> Iterator[Rival]:
     yield PlainRing(share, library_of(kernel))
@@ -266,8 +271,9 @@ def pytorch(share: Share, rotation: str) -> Iterator[Rival]:
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
         q, k, v = (x.transpose(1, 2) for x in (q, _repeated(k, heads), _repeated(v, heads)))
-        # By its place in the module: that is where context_parallel puts its own.
-        out: Tensor = functional.scaled_dot_product_attention(q, k, v, is_causal=share.causal)
+        with sdpa_kernel(FASTEST, set_priority=True):
+            # By its place in the module: that is where context_parallel puts its own.
+            out: Tensor = functional.scaled_dot_product_attention(q, k, v, is_causal=share.causal)
         return out.transpose(1, 2), None
 
     options.enable_load_balance = share.causal
