@@ -36,7 +36,7 @@ from ringfa4.launch.options import DTYPES, Parser, typed
 from ringfa4.launch.scaling_journal import Journal
 from ringfa4.launch.scaling_rivals import RIVALS
 from ringfa4.launch.scaling_rows import Grid, Problem, Row, selected
-from ringfa4.launch.scaling_runs import Bench, Measured, measure
+from ringfa4.launch.scaling_runs import FLOPS_ASSUMED, Bench, Measured, measure
 from ringfa4.launch.scaling_table import table
 from ringfa4.launch.sizes import parse_size
 from ringfa4.launch.workload import DTYPES as TORCH_DTYPES
@@ -53,9 +53,6 @@ PROBLEMS = {
 KERNELS = {"cuda": "fa4-nondeterministic,fa4", "cpu": "cpu"}
 HEAD_DIM = {"cuda": 128, "cpu": 64}
 TRANSPORT_ORDER = "symm_mem,nvshmem,torch_p2p"
-
-FLOPS_ASSUMED = {"cuda": 400e12, "cpu": 0.03e12}
-"""Per rank and second, until a row was measured: for what a row is expected to take."""
 
 ROW_OVERHEAD_S = {"cuda": 4.0, "cpu": 0.2}
 """What a row takes beside its passes: opening a transport, warming up, checking."""
@@ -76,6 +73,7 @@ class Options:
     device: str | None
     forward_only: bool
     repeat: int
+    burst: int
     row_seconds: float
     row_limit: float
     budget: float | None
@@ -135,6 +133,7 @@ def parse_options(argv: Sequence[str]) -> Options:
     how.add_argument("--device", choices=tuple(PROBLEMS), help="default: cuda if there is one")
     how.add_argument("--forward-only", action="store_true")
     how.add_argument("--repeat", type=count, default=3, metavar="N", help="at most, of each row")
+    how.add_argument("--burst", type=count, default=4, metavar="N", help="short passes in a row")
     how.add_argument("--row-seconds", type=seconds, default=4.0, metavar="S", help="then no more")
     how.add_argument("--row-limit", type=seconds, default=120.0, metavar="S", help="ends processes")
     how.add_argument("--budget", type=seconds, metavar="S", help="begin no row that would pass it")
@@ -197,6 +196,7 @@ def scaling(options: Options, command: str) -> bool:
             dtype=TORCH_DTYPES[options.dtype],
             backward=not options.forward_only,
             repeat=options.repeat,
+            burst=options.burst,
             row_seconds=options.row_seconds,
             check_rows=options.check_rows,
             seed=options.seed,

@@ -181,7 +181,7 @@ class PlainRing:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         q = self.share.q
-        out = lse = torch.empty(0)
+        out = lse = self.out = self.lse = torch.empty(0)
         for step, (k, v) in self._rounds():
             rows, keys, causal = self._parts(step)
             part, part_lse = self.library.forward(q[:, rows], k[:, keys], v[:, keys], causal)
@@ -226,7 +226,7 @@ class PlainRing:
 
 
 class _Differentiated:
-    """Gradients of ``call(q, k, v) -> out, lse`` by autograd."""
+    """Gradients of ``call(q, k, v) -> out, lse`` by autograd, as often as they are asked for."""
 
     def __init__(
         self, share: Share, call: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -236,11 +236,13 @@ class _Differentiated:
         self.out = share.q.new_empty(0)
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
+        self.out = self.dout.new_empty(0)  # with it goes what the last call kept for its gradients
         self.out, lse = self.call(*self.leaves)
         return self.out.detach(), None if lse is None else lse.detach()
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = torch.autograd.grad(self.out, self.leaves, self.dout)
+        found = torch.autograd.grad(self.out, self.leaves, self.dout, retain_graph=True)
+        dq, dk, dv = found
         return dq, dk, dv
 
 

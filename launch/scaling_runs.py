@@ -1,7 +1,9 @@
 """How one row of `bench.py --scaling` is measured, on one rank.
 
     passes     forward, then backward, together --repeat times (and no further repetition once that
-               took --row-seconds); between barriers, on the clock of the slowest rank
+               took --row-seconds); between barriers, on the clock of the slowest rank. Short passes
+               are made up to --burst times in a row, as the layers of a model make them, and one is
+               reported: what the host does before its first kernel hides behind the call before it
     spans      seconds of each kind of span in the repetition reported, of the rank with the most
     alone      the ring with a kernel that computes nothing: what its transfers take by themselves
     library    the library calls of the local row, made once more with nothing around them
@@ -19,7 +21,7 @@ from __future__ import annotations
 import gc
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -52,6 +54,12 @@ from ringfa4.shard import Sharding, contiguous, zigzag
 from ringfa4.trace import NAMED, Observer
 from ringfa4.wire import Direction
 
+FLOPS_ASSUMED = {"cuda": 400e12, "cpu": 0.03e12}
+"""Per rank and second: for what a row is expected to take before any was measured."""
+
+BURST_S = 0.1
+"""Passes expected to take longer are made one at a time."""
+
 WARM_UP = 512
 """Tokens of a rank in the small problem that goes first."""
 
@@ -66,6 +74,7 @@ class Bench:
     dtype: torch.dtype
     backward: bool
     repeat: int
+    burst: int
     row_seconds: float
     check_rows: int
     seed: int
@@ -98,6 +107,13 @@ class Bench:
         call()
         self._settle()
         return self.most(time.perf_counter() - start)
+
+    def in_a_row(self, problem: Problem) -> int:
+        """How many calls of a pass are made at once; from what a call should take, not what it did,
+        so that rows of one problem are treated alike.
+        """
+        work = problem.flops("forward", self.head_dim) / self.peers.world
+        return min(self.burst, 1 + int(BURST_S * FLOPS_ASSUMED[self.device.type] / work))
 
     def _settle(self) -> None:
         if self.device.type == "cuda":
@@ -179,29 +195,34 @@ def _small(bench: Bench, problem: Problem) -> Problem:
 
 
 def _repeat(
-    bench: Bench, attention: _Attention
+    bench: Bench, problem: Problem, attention: _Attention
 ) -> tuple[dict[Direction, Pass], dict[Direction, Timeline]]:
-    """All repetitions of both passes, and the timelines of the one reported."""
+    """All repetitions of both passes; timelines of a call each, of the repetition reported."""
     passes = {name: Pass() for name in bench.directions}
-    lines: list[dict[Direction, Timeline]] = []
-    spent = 0.0
+    lines: list[dict[Direction, list[Timeline]]] = []
+    count, spent = bench.in_a_row(problem), 0.0
     while len(lines) < bench.repeat and (not lines or spent < bench.row_seconds):
         seen = {}
         for name in bench.directions:
-            seen[name] = timeline(bench.device)
-            taken = bench.timed(partial(attention.run, name, seen[name]))
-            passes[name].seconds.append(taken)
+            seen[name] = [timeline(bench.device) for _ in range(count)]
+            taken = bench.timed(partial(_run_all, attention, name, seen[name]))
+            passes[name].seconds.append(taken / count)
             spent += taken
         lines.append(seen)
     totals = [sum(p.seconds[n] for p in passes.values()) for n in range(len(lines))]
     median = sorted(range(len(lines)), key=totals.__getitem__)[(len(lines) - 1) // 2]
     for name, found in passes.items():
         found.reported_s = found.seconds[median]
-        spans = lines[median][name].spans
-        kinds = ("agree", "encode", "compute", "finish", *STANDING)
-        found.spans = {kind: bench.most(seconds(spans, (kind,))) for kind in kinds}
-        found.spans["standing"] = bench.most(seconds(spans, STANDING))
-    return passes, lines[median]
+        spans = [span for line in lines[median][name] for span in line.spans]
+        groups = {kind: (kind,) for kind in ("agree", "encode", "compute", "finish", *STANDING)}
+        for what, kinds in (groups | {"standing": STANDING}).items():
+            found.spans[what] = bench.most(seconds(spans, kinds) / count)
+    return passes, {name: made[-1] for name, made in lines[median].items()}
+
+
+def _run_all(attention: _Attention, name: Direction, observers: Sequence[Observer]) -> None:
+    for observer in observers:
+        attention.run(name, observer)
 
 
 # ---- the ring, and its work without transfers ---------------------------------------------------
@@ -275,7 +296,7 @@ def _ring_row(bench: Bench, row: Row, traced: bool) -> Measured:
             small.run(name)
         calls = _RingCalls(bench, context, row)
         alone = {name: _alone_s(bench, calls, name) for name in bench.directions}
-        passes, lines = _repeat(bench, calls)
+        passes, lines = _repeat(bench, row.problem, calls)
         peak, arena = _peak(bench), _arena_bytes(context.transport)
         for name, found in passes.items():
             found.alone_s = alone[name]
@@ -370,7 +391,7 @@ def _rival_row(bench: Bench, row: Row, traced: bool) -> Measured:
     x = bench.share(row.problem)
     with make(Share(**x, causal=causal), kernel) as rival:
         calls = _RivalCalls(x, rival)
-        passes, _ = _repeat(bench, calls)
+        passes, _ = _repeat(bench, row.problem, calls)
     peak, notes = _peak(bench), []
     if calls.lse is None and bench.check_rows:
         notes.append("returns no lse: that of the plain ring is taken for the check")

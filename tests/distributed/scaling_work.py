@@ -47,7 +47,7 @@ def bench(**more: Any) -> Bench:
     context = Context(*open_transport("torch_p2p", dist.group.WORLD, CPU, 20.0))
     usual = {
         "context": context, "peers": Processes(CPU), "head_dim": 32, "dtype": torch.float32,
-        "backward": True, "repeat": 2, "row_seconds": 60.0, "check_rows": 8, "seed": 0,
+        "backward": True, "repeat": 2, "burst": 2, "row_seconds": 60.0, "check_rows": 8, "seed": 0,
         "timeout_s": 20.0,
     }  # fmt: skip
     return Bench(**usual | more)  # type: ignore[arg-type]
