@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TYPED := build/mypy
 
-.PHONY: run test test-slow lint style types clean
+.PHONY: run test test-slow gpu2 lint style types clean
 .DELETE_ON_ERROR:
 
 run: $(INSTALLED)
@@ -26,6 +26,10 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
+
+# On a machine with two or more GPUs: tests between GPUs, rates, scaling, one million tokens; 8 minutes.
+gpu2: $(INSTALLED)
+	$(BIN)/python launch/gpu_session.py --out build/gpu
 
 lint: style types
 
