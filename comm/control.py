@@ -5,19 +5,19 @@
     failure    looks for failure/1, the first in time; a rank does not count its own
 
 The store is asked whether a key exists and never waited for, because its client is shared and
-blocks everybody while one thread waits. When the store is gone nothing can be learnt from it:
-connections break then, and that is noticed.
+blocks everybody while one thread waits; a thread asks, because a store may never answer
+(:mod:`ringfa4.comm.asker`). When the store is gone or silent nothing can be learnt from it:
+connections break then or waits time out, and that is noticed.
 
 :class:`SoloControl` is the channel of a process that is alone; it needs no torch.distributed.
 """
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import torch.distributed as dist
 
+from ringfa4.comm.asker import Asker
 from ringfa4.comm.gloo import MAX_TAG, GlooLink, Posted
 from ringfa4.comm.interface import MESSAGE_BYTES, Control, require_message
 from ringfa4.errors import ContextBrokenError, PeerError
@@ -25,6 +25,9 @@ from ringfa4.errors import ContextBrokenError, PeerError
 _LENGTH_BYTES = 4
 _FRAME_BYTES = _LENGTH_BYTES + MESSAGE_BYTES
 _REASON_CHARACTERS = 2000
+
+PATIENCE_S = 2.0
+"""How long the store may take to say whether somebody failed. It answers within a millisecond."""
 
 
 def open_control(group: dist.ProcessGroup | None, timeout_s: float) -> Control:
@@ -65,7 +68,7 @@ class StoreControl(Control):
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         self._link = GlooLink(group, "control", timeout_s)
         self.rank, self.world, self.timeout_s = self._link.rank, self._link.world, timeout_s
-        self._store = self._link.store
+        self._store, self._asker = self._link.store, Asker(min(PATIENCE_S, timeout_s))
         self._messages = 0
         self._broken: str | None = None
 
@@ -100,26 +103,29 @@ class StoreControl(Control):
         """After this the channel is closed: connections break, so that no peer waits in vain."""
         if self._broken is None:
             self._broken = reason
-        with contextlib.suppress(RuntimeError):  # the store is gone: nobody can be told by it
-            number = self._store.add("failures", 1)
-            self._store.set(f"failure/{number}", f"{self.rank}:{reason[:_REASON_CHARACTERS]}")
+        self._asker.ask(lambda: self._tell(reason))
         self._link.abort()
 
+    def _tell(self, reason: str) -> None:
+        number = self._store.add("failures", 1)
+        self._store.set(f"failure/{number}", f"{self.rank}:{reason[:_REASON_CHARACTERS]}")
+
     def failure(self) -> tuple[int, str] | None:
-        try:
-            number = 1
-            while self._store.check([f"failure/{number}"]):
-                rank, _, reason = self._store.get(f"failure/{number}").decode().partition(":")
-                if int(rank) != self.rank:
-                    return int(rank), reason
-                number += 1
-        except RuntimeError:  # the store is gone, and with it what it could tell
-            return None
+        return self._asker.ask(self._look)
+
+    def _look(self) -> tuple[int, str] | None:
+        number = 1
+        while self._store.check([f"failure/{number}"]):
+            rank, _, reason = self._store.get(f"failure/{number}").decode().partition(":")
+            if int(rank) != self.rank:
+                return int(rank), reason
+            number += 1
         return None
 
     def close(self) -> None:
         self._broken = self._broken or "it was closed"
         self._link.close()
+        self._asker.close()
 
 
 def _content(frame: torch.Tensor) -> bytes:

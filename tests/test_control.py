@@ -6,9 +6,12 @@ the store-based one does on its own.
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from distributed.pool import gloo_pool
 
+from ringfa4.comm.asker import Asker
 from ringfa4.comm.control import SoloControl, open_control
 from ringfa4.comm.interface import MESSAGE_BYTES
 from ringfa4.comm.local import LocalWorld, run_ranks
@@ -72,7 +75,45 @@ def test_a_lost_store_does_not_hide_a_failure() -> None:
     assert said[1].startswith("rank 0: connection lost"), said
 
 
+def test_a_store_that_never_answers_does_not_keep_anybody() -> None:
+    """Waits still end after their timeout; a pool that hangs is a failure of its own."""
+    with gloo_pool(3) as pool:
+        said = pool.run("distributed.work_p2p:with_a_silent_store", timeout_s=40.0)
+    assert said[0] == "did not come"
+    assert [message.startswith("rank 0: no answer") for message in said[1:]] == [True, True], said
+
+
 def test_a_broken_channel_refuses() -> None:
     with gloo_pool(2) as pool:
         said = pool.run("distributed.work_p2p:gather_after_report")
     assert all("it hurts" in message for message in said), said
+
+
+# ---- questions to a store -----------------------------------------------------------------------
+
+
+def test_an_asker_gives_answers_and_forgets_errors() -> None:
+    asker = Asker(10.0)
+
+    def lost() -> int:
+        raise RuntimeError("Broken pipe")
+
+    assert (asker.ask(lambda: 3), asker.ask(lost), asker.ask(lambda: 4)) == (3, None, 4)
+    before = threading.active_count()
+    asker.close()
+    asker.close()
+    assert threading.active_count() == before - 1
+
+
+def test_an_unanswered_question_costs_its_patience_once() -> None:
+    """The second question would wait for ever, if it were asked or waited for."""
+    asker, let_go = Asker(0.05), threading.Event()
+    assert asker.ask(let_go.wait) is None
+    asker.patience_s = 3600.0
+    asked = []
+    assert asker.ask(lambda: asked.append(1)) is None
+    assert asked == []
+    let_go.set()
+    while asker.ask(lambda: True) is None:
+        assert asked == []
+    asker.close()

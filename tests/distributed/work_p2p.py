@@ -206,6 +206,39 @@ def without_a_store() -> str:
     return "nothing happened"
 
 
+class _SilentStore:
+    """Takes questions and never answers: its host is stopped, or the way to it is cut."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+
+    def add(self, key: str, amount: int) -> int:
+        self.let_go.wait()
+        raise RuntimeError("Connection reset by peer")
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self.add("", 0))
+
+
+def with_a_silent_store() -> str:
+    """Rank 0 does not come, and nobody's store answers; what the others are told."""
+    control = open_control(dist.group.WORLD, 2.0)
+    assert isinstance(control, StoreControl)
+    dist.barrier()
+    control._store = store = _SilentStore()
+    told = "did not come"
+    if dist.get_rank() > 0:
+        try:
+            control.gather(b"")
+        except PeerError as error:
+            told = str(error)
+            control.report(told)
+    dist.barrier()
+    control.close()
+    store.let_go.set()
+    return told
+
+
 def gather_after_report() -> str:
     control = open_control(dist.group.WORLD, contract.LONG_S)
     control.report("it hurts")
