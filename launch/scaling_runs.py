@@ -379,7 +379,7 @@ class _RivalCalls(_Attention):
 
 
 def _rival_row(bench: Bench, row: Row, traced: bool) -> Measured:
-    if bench.peers.world < 2:
+    if not dist.is_initialized():
         raise ValueError(f"{row.setup.name} takes a process group: start with torchrun")
     causal, kernel = row.problem.mask == "causal", row.setup.kernel
     make = RIVALS[row.setup.name]

@@ -8,26 +8,30 @@ import os
 import subprocess
 import sys
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed.pool import gloo_pool
 from rings import Case, check
 from torch import Tensor
 
 from ringfa4 import mask as masks
+from ringfa4.context import close_contexts, context_for
 from ringfa4.kernels.interface import KernelSpec
 from ringfa4.kernels.native import NativeKernel, Rows
 from ringfa4.launch import scaling, scaling_journal, scaling_rivals
 from ringfa4.launch.bench import main
+from ringfa4.launch.peers import Alone
 from ringfa4.launch.scaling_journal import DIED, LATE_EXIT, Journal
 from ringfa4.launch.scaling_local import recorded
 from ringfa4.launch.scaling_rivals import CpuLibrary, Share
 from ringfa4.launch.scaling_rows import Grid, Problem, Row, Setup, selected
-from ringfa4.launch.scaling_runs import Bench
+from ringfa4.launch.scaling_runs import Bench, measure
 from ringfa4.launch.scaling_spans import STANDING, DeviceRecorder, seconds
 from ringfa4.launch.scaling_table import compare, table
 from ringfa4.mask import Band
@@ -409,6 +413,62 @@ def test_what_one_rank_cannot_do_is_told_and_the_next_row_runs(how: str) -> None
     for states, entry in results:
         assert states == ["done", "refused", "done"]
         assert entry["why"].startswith(f"rank 1: {name}: ") and "deliberate" in entry["why"]
+
+
+def _gpu_kernel() -> str:
+    return "fa4-nondeterministic" if find_spec("flash_attn") else "cuda_aten"
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of flash-attn-4
+@pytest.mark.filterwarnings("ignore:Argument aux_data:UserWarning")
+def test_one_gpu_is_measured_on_its_own_clock() -> None:
+    """One rank: the library's calls are found and repeated, and spans add up to the time."""
+    context = context_for(device="cuda")
+    bench = Bench(
+        context=context, peers=Alone(), head_dim=64, dtype=torch.bfloat16, backward=True, repeat=2,
+        burst=2, row_seconds=60.0, check_rows=8, seed=0, timeout_s=20.0,
+    )  # fmt: skip
+    problem = Problem(1 << 14, 4, 2, "causal")
+    for setup in (
+        Setup("local", "", "mxfp8", _gpu_kernel()),
+        Setup("ring", "torch_p2p", "bf16", _gpu_kernel()),
+        Setup("ring", "symm_mem", "mxfp8", _gpu_kernel()),
+    ):
+        found = measure(bench, Row(problem, setup), traced=setup.kind == "ring")
+        for one in found.passes.values():
+            assert 0 < one.spans["compute"] < one.reported_s
+            parts = [t for kind, t in one.spans.items() if kind != "standing"]
+            assert sum(parts) < 1.1 * one.reported_s
+            assert (one.library_s is not None) == (setup.kind == "local")
+        assert found.peak_bytes is not None and found.peak_bytes > 4 << 20
+        assert all(error.passed for error in found.errors), found.errors
+    close_contexts()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # other people's code
+@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize("name", scaling_rivals.RIVALS)
+def test_rivals_run_on_one_gpu(name: str, mask: str) -> None:
+    """In a group of one: what they are told and what they give is understood."""
+    if name == "ring-flash-attn" and find_spec("ring_flash_attn") is None:
+        pytest.skip("ring-flash-attn is not installed")
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        bench = Bench(
+            context=context_for(device="cuda"), peers=Alone(), head_dim=64, dtype=torch.bfloat16,
+            backward=True, repeat=1, burst=2, row_seconds=60.0, check_rows=8, seed=0,
+            timeout_s=20.0,
+        )  # fmt: skip
+        row = Row(Problem(4096, 4, 2, mask), Setup("rival", name, "bf16", _gpu_kernel()))
+        found = measure(bench, row, traced=False)
+        assert {e.name for e in found.errors} >= {"out", "dq", "dk", "dv"}
+        assert all(error.passed for error in found.errors), found.errors
+        close_contexts()
+    finally:
+        dist.destroy_process_group()
 
 
 # ---- the table ----------------------------------------------------------------------------------
