@@ -284,7 +284,8 @@ def gemm(compiler: Compiler, options: argparse.Namespace) -> dict[str, Any]:
     if options.mutants:
         return plant(compiler, run, outputs, options.mutants)
     if options.save:
-        torch.save({"a": a, "b": b} | outputs, options.save)
+        how = {"tile": list(options.tile), "cluster": options.cluster}
+        torch.save({"a": a, "b": b} | how | outputs, options.save)
     return {
         "same": same,
         "out": decibels(outputs["out"], a.double() @ b.double().transpose(1, 2)),
