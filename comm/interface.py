@@ -27,6 +27,18 @@ dK/dV protocol: the owner's inbox has two slots. Contribution i to an owner (pla
 one per step at most) uses slot i % 2, and its sender starts only when the owner has released
 contribution i - 2. The owner takes contributions in plan order, so sums are deterministic.
 
+Carrying. Under a topology (:mod:`ringfa4.topology`) a rank brings another domain's records over
+once, for itself and for peers of its domain:
+
+    fetch(t) with a carry       starts it, into copy slot ``lap % 2``, which stays this rank's
+    fetch(t) from a lap         reads the source's copy of that lap, once it is complete there
+    fetch(t) from rank itself   gives the own copy, in place
+    slot ``lap % 2``            is written again, in lap + 2 or a later call, when its readers have
+                                read it: all of them did so in earlier steps, so nobody waits in a
+                                circle
+
+dK/dV of carried records go to who carried them, by the protocol below; the executor adds them up.
+
 Buffers alternate by call parity; a rank arrives at the barrier of call n + 1 only after its last
 read of call n, in stream order. After an error the exchange and its transport refuse further use.
 Parity is host state, so CUDA-graph capture is refused. Group ranks everywhere, never global ranks.
@@ -46,10 +58,28 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """Bytes between this rank and ``peer``. ``spans`` are (offset, bytes) in the source's
-    outbox, copied in order, packed at the reader."""
+    outbox, or in what it carried in ``lap``, copied in order, packed at the reader."""
 
     peer: int
     spans: tuple[tuple[int, int], ...]
+    lap: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(n for _, n in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """Records brought over from ``peer``'s outbox (``spans``, packed) into copy slot ``lap % 2``.
+
+    ``readers``: the peers that read the copy there.
+    """
+
+    peer: int
+    spans: tuple[tuple[int, int], ...]
+    lap: int
+    readers: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
@@ -69,25 +99,29 @@ class GradTransfer:
 class StepTransfers:
     """All this rank does in one step; None: nothing to do.
 
-    ``receive``: records read from ``receive.peer``; ``send``: what ``send.peer`` reads from this
-    rank's outbox in the same step. ``grad_out``: this rank's contribution to the owner;
-    ``grad_in``: the contribution that reaches this rank as owner.
+    ``receive``: records read from ``receive.peer``, which is this rank where its own copy is meant;
+    ``send``: what ``send.peer`` reads here in the same step. ``grad_out``: this rank's contribution
+    to the owner, or to who carried; ``grad_in``: the contribution that reaches this rank.
+    ``carry``: what this rank begins to bring over; ``lend``: what another one does from here.
     """
 
     receive: Transfer | None = None
     send: Transfer | None = None
     grad_out: GradTransfer | None = None
     grad_in: GradTransfer | None = None
+    carry: Carry | None = None
+    lend: Transfer | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The data movement of one rank for one call, derived from the plan. ``steps[0]`` is local and
-    moves nothing.
+    moves nothing; after the plan's steps one more may bring dK/dV home.
 
     The capacities are maxima over *all* ranks and both directions of the plan, so that all ranks
     size their arena alike: ``outbox_bytes`` (this call's own outbox is ``own_bytes``),
-    ``fetch_bytes`` (largest receive), ``grad_bytes`` (largest contribution).
+    ``fetch_bytes`` (largest receive), ``grad_bytes`` (largest contribution), ``carry_bytes``
+    (largest copy carried).
     """
 
     rank: int
@@ -97,6 +131,7 @@ class Schedule:
     fetch_bytes: int
     grad_bytes: int
     steps: tuple[StepTransfers, ...]
+    carry_bytes: int = 0
 
     def require_valid(self, rank: int, world: int) -> None:
         """Raises ValueError unless this is a schedule of ``rank`` of ``world`` that keeps the
@@ -112,17 +147,31 @@ class Schedule:
             raise ValueError("step 0 is local and moves nothing")
         given = 0
         for number, step in enumerate(self.steps):
-            for transfer in (step.receive, step.send, step.grad_out, step.grad_in):
+            moves = (step.receive, step.send, step.grad_out, step.grad_in, step.carry, step.lend)
+            for transfer in moves:
                 if transfer is not None and (
-                    transfer.peer == rank or not 0 <= transfer.peer < world or transfer.nbytes <= 0
+                    not 0 <= transfer.peer < world
+                    or transfer.nbytes <= 0
+                    or (transfer.peer == rank and not _is_own_copy(transfer))
                 ):
                     raise ValueError(f"step {number} of rank {rank} of {world}: {transfer}")
-            if step.receive is not None and step.receive.nbytes > self.fetch_bytes:
+            if step.receive is not None and step.receive.nbytes > (
+                self.carry_bytes if step.receive.peer == rank else self.fetch_bytes
+            ):
                 raise ValueError(
                     f"step {number} receives {step.receive.nbytes} > {self.fetch_bytes=}"
                 )
-            if step.send is not None and max(map(sum, step.send.spans)) > self.own_bytes:
-                raise ValueError(f"step {number} sends {step.send} of {self.own_bytes=}")
+            if step.carry is not None and step.carry.nbytes > self.carry_bytes:
+                raise ValueError(f"step {number} carries {step.carry} > {self.carry_bytes=}")
+            for given_away in (step.send, step.lend):
+                if given_away is None:
+                    continue
+                there = self.own_bytes if given_away.lap is None else self.carry_bytes
+                if max(map(sum, given_away.spans)) > there:
+                    raise ValueError(
+                        f"step {number} sends {given_away} of {self.own_bytes=}, "
+                        f"{self.carry_bytes=}"
+                    )
             for grad in (step.grad_out, step.grad_in):
                 if grad is not None and grad.nbytes > self.grad_bytes:
                     raise ValueError(f"step {number}: {grad} exceeds {self.grad_bytes=}")
@@ -132,6 +181,10 @@ class Schedule:
                         f"step {number}: contribution {given} is due, not {step.grad_in}"
                     )
                 given += 1
+
+
+def _is_own_copy(transfer: Transfer | GradTransfer | Carry) -> bool:
+    return isinstance(transfer, Transfer) and transfer.lap is not None
 
 
 class Handle(ABC):

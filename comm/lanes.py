@@ -33,10 +33,13 @@ class Flag(IntEnum):
     PUBLISHED = 0
     DELIVERED = 1
     RELEASED = 2
+    CARRIED = 3
+    READ = 4
 
 
 def stamp(call: int, index: int) -> int:
-    """Value of DELIVERED and RELEASED for contribution ``index`` of ``call``: grows with both."""
+    """Value of a flag for contribution ``index`` (DELIVERED, RELEASED) or the copy of lap ``index``
+    (CARRIED, READ) of ``call``: grows with both."""
     assert 0 <= index < (1 << 20) - 1, f"{index=}"
     return (call << 20) + index + 1
 

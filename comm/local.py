@@ -1,6 +1,8 @@
 """All ranks in one process, one thread a rank; bytes are copied from buffer to buffer.
 
     fetch   the reader waits for  source.published >= call,  then copies from outbox[call % 2]
+    carry   a copy of another domain's outbox stays here, in copies[lap % 2], after its readers of
+            before have read it; the reader waits for  source.carried >= (call, lap)
     dK/dV   the sender waits for  owner.opened == call and owner.released >= index - 1,
             then copies into the owner's inbox[index % 2]
     open    waits until every rank has finished call - 2, whose outbox is about to be overwritten
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from ringfa4.comm.arena import Slots
 from ringfa4.comm.interface import (
+    Carry,
     Contribution,
     Control,
     Exchange,
@@ -56,6 +59,12 @@ class _Rank:
         """Contribution last written to each inbox slot in call ``opened``."""
         self.released = 0
         """Contributions of call ``opened`` that the owner has taken."""
+        self.copies = Slots(2, device)
+        """What this rank carried from another domain."""
+        self.carried = (-1, -1)
+        """(call, lap) of the last copy that is complete."""
+        self.read: dict[int, tuple[int, int]] = {}
+        """(call, lap) of the last copy that each peer has read."""
         self.gathered = 0
         self.messages: dict[int, bytes] = {}
         self.shared: Tensor | None = None
@@ -177,6 +186,8 @@ class LocalTransport(Transport):
         self.fetched = Slots(2, world.device)
         self.outgoing = Slots(1, world.device)
         self.calls = 0
+        self.readers: list[tuple[tuple[int, int], tuple[int, ...]]] = [((-1, -1), ())] * 2
+        """(call, lap) of what each copy slot holds, and who reads it."""
         self._broken: str | None = None
 
     def ready(self, schedule: Schedule) -> bool:
@@ -184,6 +195,7 @@ class LocalTransport(Transport):
             schedule.outbox_bytes <= self.own.outbox.capacity
             and schedule.fetch_bytes <= self.fetched.capacity
             and schedule.grad_bytes <= self.own.inbox.capacity
+            and schedule.carry_bytes <= self.own.copies.capacity
         )
 
     def open(self, schedule: Schedule) -> Exchange:
@@ -197,16 +209,32 @@ class LocalTransport(Transport):
         if schedule.outbox_bytes > self.own.outbox.capacity:
             for peer in range(self.world):
                 self.wait(peer, lambda at: at.finished >= call - 1, f"end of call {call - 1}")
+        if schedule.carry_bytes > self.own.copies.capacity:
+            for slot in range(2):
+                self.wait_for_readers(slot)
         self.fetched.grow(schedule.fetch_bytes)
         self.outgoing.grow(schedule.grad_bytes)
         with self.own.changed:
             self.own.outbox.grow(schedule.outbox_bytes)
+            self.own.copies.grow(schedule.carry_bytes)
             self.own.inbox.grow(schedule.grad_bytes)
             self.own.delivered[:] = [-1, -1]
             self.own.released = 0
             self.own.opened = call
             self.own.changed.notify_all()
         return LocalExchange(self, schedule, call)
+
+    def wait_for_readers(self, slot: int, step: int | None = None) -> None:
+        """Until whoever reads what copy ``slot`` holds has read it."""
+        number, readers = self.readers[slot]
+        for peer in readers:
+            self.wait(
+                self.rank,
+                lambda at, peer=peer: at.read.get(peer, (-1, -1)) >= number,  # type: ignore[misc]
+                f"reader of the copy of lap {number[1]}",
+                late=peer,
+                step=step,
+            )
 
     def all_gather(self, local: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         self.require_usable()
@@ -294,20 +322,58 @@ class LocalExchange(Exchange):
         return LocalHandle(self, step)
 
     def read(self, step: int) -> Tensor | None:
-        """Wait for the source and copy what ``step`` receives."""
-        receive = self._step(step).receive
+        """Do what ``step`` carries, then wait for its source and copy what it receives."""
+        carry, receive = self._step(step).carry, self._step(step).receive
+        if carry is not None:
+            self._carry(carry, step)
         if receive is None:
             return None
+        if receive.lap is None:
+            source = self._published(receive.peer, step)
+            return self._copy(
+                source, receive.spans, self.transport.fetched.take(step, receive.nbytes)
+            )
+        number = (self.call, receive.lap)
+        peer = self.transport.shared.ranks[receive.peer]
         self.transport.wait(
-            receive.peer, lambda at: at.published >= self.call, "published records", step=step
+            receive.peer, lambda at: at.carried >= number, f"copy of lap {receive.lap}", step=step
         )
-        source = self.transport.shared.ranks[receive.peer].outbox
+        copy = peer.copies.take(receive.lap, peer.copies.capacity)
+        if peer is self._own:
+            return copy[: receive.nbytes]
         view = self.transport.fetched.take(step, receive.nbytes)
-        at = 0
-        for offset, nbytes in receive.spans:
-            view[at : at + nbytes].copy_(source.take(self.call, offset + nbytes)[offset:])
-            at += nbytes
+        self._copy(copy, receive.spans, view)
+        with peer.changed:
+            peer.read[self.transport.rank] = number
+            peer.changed.notify_all()
         return view
+
+    def _carry(self, carry: Carry, step: int) -> None:
+        """Bring a copy over, once the one in its slot has been read."""
+        source = self._published(carry.peer, step)
+        self.transport.wait_for_readers(carry.lap % 2, step)
+        self._copy(source, carry.spans, self._own.copies.take(carry.lap, carry.nbytes))
+        number = (self.call, carry.lap)
+        self.transport.readers[carry.lap % 2] = (number, carry.readers)
+        with self._own.changed:
+            self._own.carried = number
+            self._own.changed.notify_all()
+
+    def _published(self, peer: int, step: int) -> Tensor:
+        """The outbox of ``peer``, once it is complete."""
+        self.transport.wait(
+            peer, lambda at: at.published >= self.call, "published records", step=step
+        )
+        outbox = self.transport.shared.ranks[peer].outbox
+        return outbox.take(self.call, outbox.capacity)
+
+    @staticmethod
+    def _copy(source: Tensor, spans: Sequence[tuple[int, int]], into: Tensor) -> Tensor:
+        at = 0
+        for offset, nbytes in spans:
+            into[at : at + nbytes].copy_(source[offset : offset + nbytes])
+            at += nbytes
+        return into
 
     def grad_slot(self, step: int) -> Tensor | None:
         out = self._step(step).grad_out

@@ -6,6 +6,10 @@
                                   copy to its inbox[i % 2], set DELIVERED[me] = (c, i) there
     owner     current lane:       wait DELIVERED[sender] >= (c, i), add,
                                   set RELEASED[me] = (c, i) at the sender of contribution i + 2
+    carry     cross lane:         wait READ[readers of the copy before] >= theirs, PUBLISHED[owner],
+                                  copy its outbox to copy[lap % 2], set CARRIED[me] = (c, lap) at
+                                  the readers; theirs is a fetch that waits for it, and then sets
+                                  READ[reader] = (c, lap) here
     open      current lane:       wait PUBLISHED[everybody] >= c; outbox[c % 2] may be written
 
 The publications of a call are its barrier, taken apart: a rank *arrives* when it sets its flag, and
@@ -14,9 +18,9 @@ its last inbox read of call c, in stream order; so whoever has seen everybody's 
 may overwrite the outbox of call c - 2, and an owner whose flag is c + 1 has a free inbox.
 
 A *lane* is a queue of work in order, as a CUDA stream is: "current" is where the caller computes,
-pull and push run beside it. The host waits for the device only to grow the arena and to close. A
-view is reused by the second following fetch, which waits for what the current lane had queued by
-then. What differs between backends is behind the classes of :mod:`ringfa4.comm.lanes`.
+pull, cross and push run beside it. The host waits for the device only to grow the arena and to
+close. A view is reused by the second following fetch, which waits for what the current lane had
+queued by then. What differs between backends is behind the classes of :mod:`ringfa4.comm.lanes`.
 
 All waits of a rank are for something its peers enqueue strictly earlier in the order of the
 protocol, so lanes may share a hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1`` included) without
@@ -35,6 +39,7 @@ from torch import Tensor
 
 from ringfa4.comm.arena import ALIGNMENT, Slots
 from ringfa4.comm.interface import (
+    Carry,
     Contribution,
     Control,
     Exchange,
@@ -52,14 +57,16 @@ T = TypeVar("T")
 
 
 class _Arena:
-    """The symmetric part: two outboxes and two inbox slots on every rank, one allocation."""
+    """The symmetric part: two outboxes, two inbox slots and two copies on every rank, one
+    allocation."""
 
-    def __init__(self, pieces: list[Tensor], outbox: int, inbox: int) -> None:
+    def __init__(self, pieces: list[Tensor], outbox: int, inbox: int, copy: int) -> None:
         self.pieces, self.outbox_bytes, self.inbox_bytes = pieces, outbox, inbox
+        self.copy_bytes = copy
 
     @classmethod
-    def size(cls, outbox: int, inbox: int) -> int:
-        return 2 * (outbox + inbox)
+    def size(cls, outbox: int, inbox: int, copy: int) -> int:
+        return 2 * (outbox + inbox + copy)
 
     def outbox(self, rank: int, call: int) -> Tensor:
         start = call % 2 * self.outbox_bytes
@@ -68,6 +75,11 @@ class _Arena:
     def inbox(self, rank: int, index: int) -> Tensor:
         start = 2 * self.outbox_bytes + index % 2 * self.inbox_bytes
         return self.pieces[rank][start : start + self.inbox_bytes]
+
+    def copy(self, rank: int, lap: int) -> Tensor:
+        """What ``rank`` carried in ``lap``."""
+        start = 2 * (self.outbox_bytes + self.inbox_bytes) + lap % 2 * self.copy_bytes
+        return self.pieces[rank][start : start + self.copy_bytes]
 
 
 class PullTransport(Transport):
@@ -80,13 +92,15 @@ class PullTransport(Transport):
         self.device, self.engine, self.signals = engine.device, engine, signals
         self._control, self._memory = control, memory
         self.peers = [r for r in range(self.world) if r != self.rank]
-        self.pull, self.push = engine.side(), engine.side()
-        self.arena = _Arena([], 0, 0)
+        self.pull, self.push, self.cross = engine.side(), engine.side(), engine.side()
+        self.arena = _Arena([], 0, 0, 0)
         self.fetched, self.outgoing = Slots(2, engine.device), Slots(2, engine.device)
         self.pushed: list[Mark | None] = [None, None]
         """When each outgoing slot was last read by a push."""
         self.last_reads: list[Mark] = []
         """What the next publication must come after."""
+        self.readers: list[tuple[int, tuple[int, ...]]] = [(0, ()), (0, ())]
+        """Of each copy slot: the stamp of what it holds, and who reads it."""
         self.calls = 0
         self.in_call = False
         self._broken: str | None = None
@@ -97,6 +111,7 @@ class PullTransport(Transport):
             and schedule.grad_bytes <= self.arena.inbox_bytes
             and schedule.fetch_bytes <= self.fetched.capacity
             and schedule.grad_bytes <= self.outgoing.capacity
+            and schedule.carry_bytes <= self.arena.copy_bytes
         )
 
     def open(self, schedule: Schedule) -> Exchange:
@@ -121,8 +136,10 @@ class PullTransport(Transport):
         self._free_arena()
         outbox = max(_aligned(schedule.outbox_bytes), self.arena.outbox_bytes)
         inbox = max(_aligned(schedule.grad_bytes), self.arena.inbox_bytes)
-        size = _Arena.size(outbox, inbox)
-        self.arena = _Arena(self._memory.allocate(size) if size else [], outbox, inbox)
+        copy = max(_aligned(schedule.carry_bytes), self.arena.copy_bytes)
+        size = _Arena.size(outbox, inbox, copy)
+        self.arena = _Arena(self._memory.allocate(size) if size else [], outbox, inbox, copy)
+        self.readers = [(0, ()), (0, ())]  # everybody has read what there was
         self.fetched.grow(schedule.fetch_bytes)
         self.outgoing.grow(schedule.grad_bytes)
 
@@ -195,23 +212,25 @@ class PullTransport(Transport):
             self.abort(str(error))
             raise
 
-    def poison(self, lane: Lane, absent: Sequence[int], call: int) -> None:
+    def poison(self, lane: Lane, absent: Sequence[int], late: Sequence[int], call: int) -> None:
         """Make what a failed ``call`` still moves NaN: all-ones is NaN in every format on the wire.
 
         ``absent`` have not published it: what their outboxes of its parity hold is older, and all
-        ranks have read that. Enqueued on ``lane``, from any thread.
+        ranks have read that. ``late`` have not carried what this rank reads from them; the call
+        fails on whoever reads that. Enqueued on ``lane``, from any thread.
         """
         if not self.arena.pieces:
             return
         targets = [self.arena.inbox(self.rank, i) for i in range(2)]
         targets += [self.outgoing.take(i, self.outgoing.capacity) for i in range(2)]
         targets += [self.arena.outbox(peer, call) for peer in absent]
+        targets += [self.arena.copy(peer, lap) for peer in (self.rank, *late) for lap in range(2)]
         for target in targets:
             lane.fill(target, 0xFF)
 
     def _drain(self) -> None:
         """Wait on the host until this rank's lanes are empty, and the last call's current one."""
-        lanes = (self.engine.current(), self.pull, self.push)
+        lanes = (self.engine.current(), self.pull, self.push, self.cross)
         for mark in (*self.last_reads, *(lane.record() for lane in lanes)):
             if not reached(mark, self._control.timeout_s, lambda: self.signals.lost is not None):
                 self.require_usable()
@@ -228,6 +247,14 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+def _copy(lane: Lane, into: Tensor, source: Tensor, spans: Sequence[tuple[int, int]]) -> None:
+    """``spans`` of ``source``, packed, into the start of ``into``."""
+    at = 0
+    for offset, nbytes in spans:
+        lane.copy(into[at : at + nbytes], source[offset : offset + nbytes])
+        at += nbytes
+
+
 class PullExchange(Exchange):
     """One call of one rank."""
 
@@ -239,6 +266,8 @@ class PullExchange(Exchange):
         self._turns = {t: n for n, t in enumerate(t for t, s in enumerate(steps) if s.grad_out)}
         """step -> how many contributions this rank sent before it."""
         self._givers = [s.grad_in.peer for s in steps if s.grad_in is not None]
+        self._carried: dict[int, Mark] = {}
+        """When the copy of each lap is complete."""
 
     def _step(self, step: int) -> StepTransfers:
         self.transport.require_usable()
@@ -262,22 +291,48 @@ class PullExchange(Exchange):
         self._published = True
 
     def fetch(self, step: int) -> Handle:
-        receive = self._step(step).receive
+        transfers = self._step(step)
         assert self._published, "publish() comes before the first fetch"
+        if transfers.carry is not None:
+            self._carry(transfers.carry, step)
+        receive, transport = transfers.receive, self.transport
         if receive is None:
             return PullHandle(self, None, None)
-        transport = self.transport
+        if receive.peer == transport.rank:
+            assert receive.lap is not None, "a rank reads nothing from itself but copies"
+            copy = transport.arena.copy(transport.rank, receive.lap)[: receive.nbytes]
+            return PullHandle(self, copy, self._carried[receive.lap])
         lane = transport.pull
         # What read the view of step - 2 is in the current lane by now.
         lane.after(transport.engine.current().record())
-        self._wait(lane, Flag.PUBLISHED, receive.peer, self.call + 1, "published records", step)
         view = transport.fetched.take(step, receive.nbytes)
-        source = transport.arena.outbox(receive.peer, self.call)
-        at = 0
-        for offset, nbytes in receive.spans:
-            lane.copy(view[at : at + nbytes], source[offset : offset + nbytes])
-            at += nbytes
+        if receive.lap is None:
+            published = self.call + 1
+            self._wait(lane, Flag.PUBLISHED, receive.peer, published, "published records", step)
+            _copy(lane, view, transport.arena.outbox(receive.peer, self.call), receive.spans)
+        else:
+            number, what = stamp(self.call, receive.lap), f"copy of lap {receive.lap}"
+            self._wait(lane, Flag.CARRIED, receive.peer, number, what, step)
+            _copy(lane, view, transport.arena.copy(receive.peer, receive.lap), receive.spans)
+            transport.signals.set(lane, Flag.READ, [receive.peer], number)
         return PullHandle(self, view, lane.record())
+
+    def _carry(self, carry: Carry, step: int) -> None:
+        """Bring a copy over, once the one in its slot has been read, and tell its readers."""
+        transport, lane, slot = self.transport, self.transport.cross, carry.lap % 2
+        # What read the own copy of lap - 2 is in the current lane by now.
+        lane.after(transport.engine.current().record())
+        before, readers = transport.readers[slot]
+        if readers:
+            transport.wait(lane, Flag.READ, readers, before, "reader of an older copy", step)
+        published = self.call + 1
+        self._wait(lane, Flag.PUBLISHED, carry.peer, published, "published records", step)
+        source = transport.arena.outbox(carry.peer, self.call)
+        _copy(lane, transport.arena.copy(transport.rank, carry.lap), source, carry.spans)
+        number = stamp(self.call, carry.lap)
+        transport.signals.set(lane, Flag.CARRIED, carry.readers, number)
+        transport.readers[slot] = (number, carry.readers)
+        self._carried[carry.lap] = lane.record()
 
     def grad_slot(self, step: int) -> Tensor | None:
         out = self._step(step).grad_out
@@ -327,7 +382,8 @@ class PullExchange(Exchange):
         transport = self.transport
         transport.require_usable()
         assert self._taken == len(self._givers), f"{self._taken} of {len(self._givers)} taken"
-        transport.last_reads = [transport.engine.current().record(), transport.pull.record()]
+        lanes = (transport.engine.current(), transport.pull, transport.cross)
+        transport.last_reads = [lane.record() for lane in lanes]
         transport.in_call = False
         transport.signals.end()
 

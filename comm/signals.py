@@ -36,6 +36,9 @@ PASS = 1 << 62
 """Satisfies every wait."""
 
 
+Poison = Callable[[Lane, Sequence[int], Sequence[int], int], None]
+
+
 @dataclass(frozen=True, slots=True)
 class _Watch:
     """A wait that was enqueued."""
@@ -52,9 +55,9 @@ class MemorySignals(Signals):
 
     def __init__(self, control: Control, engine: Engine, memory: Memory) -> None:
         self.lost: PeerError | None = None
-        self.poison: Callable[[Lane, Sequence[int], int], None] = _no_poison
-        """What to do before waits are released; given the peers that have not published the
-        call."""
+        self.poison: Poison = _no_poison
+        """What to do before waits are released; given the peers that have not published the call,
+        and those whose copies are waited for."""
         self._control, self._engine, self._memory = control, engine, memory
         self._rank, world = control.rank, control.world
         self._pieces = memory.allocate(len(Flag) * world * 8)
@@ -110,8 +113,13 @@ class MemorySignals(Signals):
             words = self._snapshot()
             others = [r for r in range(len(words[0])) if r != self._rank]
             absent = [r for r in others if words[Flag.PUBLISHED][r] < self._published]
+            late = {
+                w.peer
+                for w in list(self._watches)
+                if not self._met(w, words) and w.flag is Flag.CARRIED
+            }
             lane = self._engine.side()
-            self.poison(lane, absent, self._published - 1)
+            self.poison(lane, absent, sorted(late), self._published - 1)
             lane.write([word for words in self._local for word in words], PASS)
         self._stop.set()
 
@@ -150,7 +158,7 @@ class MemorySignals(Signals):
         return words[watch.flag][watch.peer] >= watch.value
 
 
-def _no_poison(lane: Lane, absent: Sequence[int], call: int) -> None:
+def _no_poison(lane: Lane, absent: Sequence[int], late: Sequence[int], call: int) -> None:
     """There is nothing to poison."""
 
 

@@ -1,6 +1,8 @@
 """Two-sided transport over torch.distributed: gloo on the CPU, NCCL on GPUs.
 
-    fetch(t)       starts in one batch   sends of send(t) from the outbox,  receives of receive(t)
+    fetch(t)       starts in one batch   sends of send(t) from the outbox, or from what was carried,
+                                         receives of receive(t)
+                   and in another one    sends of lend(t) from the outbox, receives of carry(t)
     send_grads(t)  starts in one batch   send of grad_out(t) from its slot, receive of grad_in(t)
                                          into inbox[index % 2]
 
@@ -8,6 +10,10 @@ Both ends of a transfer start it in the same step, so the order of starts is the
 neither backend can deadlock; a rank without work in a step starts nothing. Transfers run while the
 caller computes. The receive of contribution i starts after contribution i - 2 was released, and a
 send does not leave before it: that is the back-pressure.
+
+A copy is sent on only when all of it is here, and its slot is received into again when it was sent
+to all its readers: both ends of that are earlier steps. gloo moves a carry beside the transfers of
+the lap; NCCL does one batch after the other, so there the next fetch waits for it.
 
 One outbox is enough: ``finish`` waits until everything was sent, so the next call may overwrite it.
 Transfers of several spans are one operation a span; records arrive packed. An operation's tag holds
@@ -31,12 +37,14 @@ from torch import Tensor
 from ringfa4.comm.arena import Slots
 from ringfa4.comm.gloo import GlooLink, Posted
 from ringfa4.comm.interface import (
+    Carry,
     Contribution,
     Control,
     Exchange,
     Handle,
     Schedule,
     StepTransfers,
+    Transfer,
     Transport,
     require_gather_arguments,
 )
@@ -179,6 +187,7 @@ class TorchP2PTransport(Transport):
         self.control = control
         self.outbox, self.fetched = Slots(1, device), Slots(2, device)
         self.outgoing, self.inbox = Slots(2, device), Slots(2, device)
+        self.copies = Slots(2, device)
         self.mover = _mover(group, device, control)
         self.open_call: int | None = None
         self._calls = 0
@@ -189,6 +198,7 @@ class TorchP2PTransport(Transport):
             schedule.outbox_bytes <= self.outbox.capacity
             and schedule.fetch_bytes <= self.fetched.capacity
             and schedule.grad_bytes <= self.inbox.capacity
+            and schedule.carry_bytes <= self.copies.capacity
         )
 
     def open(self, schedule: Schedule) -> Exchange:
@@ -201,6 +211,7 @@ class TorchP2PTransport(Transport):
         self.fetched.grow(schedule.fetch_bytes)
         self.outgoing.grow(schedule.grad_bytes)
         self.inbox.grow(schedule.grad_bytes)
+        self.copies.grow(schedule.carry_bytes)
         self.open_call = self._next_call()
         return _P2PExchange(self, schedule, self.open_call)
 
@@ -254,6 +265,10 @@ class _P2PExchange(Exchange):
         self.transport, self.schedule, self.call = transport, schedule, call
         self._published = False
         self._sent: list[tuple[int, Posted]] = []
+        self._carried: dict[int, Posted] = {}
+        """What arrives in the copy of each lap."""
+        self._lent: dict[int, list[tuple[int, Posted]]] = {}
+        """What was sent from the copy of each lap, with its step."""
         self._slots = [Posted(), Posted()]
         self._contributed = 0
         self._coming: dict[int, Posted] = {}
@@ -276,20 +291,48 @@ class _P2PExchange(Exchange):
     def fetch(self, step: int) -> Handle:
         transfers = self._step(step)
         assert self._published, "publish() comes before the first fetch"
-        view, sends, receives = None, [], []
-        if transfers.send is not None:
-            outbox = self.transport.outbox.take(0, self.schedule.own_bytes)
-            sends = [
-                (transfers.send.peer, outbox[offset : offset + nbytes])
-                for offset, nbytes in transfers.send.spans
-            ]
-        if transfers.receive is not None:
-            view = self.transport.fetched.take(step, transfers.receive.nbytes)
-            parts = view.split([nbytes for _, nbytes in transfers.receive.spans])
-            receives = [(transfers.receive.peer, part) for part in parts]
-        sent, received = self.transport.mover.post(sends, receives, _tag(self.call, step, False))
+        sends = self._sends(transfers.send, step)
+        view, receives, receive = None, [], transfers.receive
+        if receive is not None and receive.peer != self.transport.rank:
+            view = self.transport.fetched.take(step, receive.nbytes)
+            receives = _parts(view, receive)
+        tag = _tag(self.call, step, False)
+        sent, received = self.transport.mover.post(sends, receives, tag)
         self._sent.append((step, sent))
+        if transfers.send is not None and transfers.send.lap is not None:
+            self._lent.setdefault(transfers.send.lap, []).append((step, sent))
+        self._carry(transfers, step)
+        if receive is not None and receive.peer == self.transport.rank:
+            assert receive.lap is not None, "a rank reads nothing from itself but copies"
+            received = self._carried[receive.lap]
+            view = self.transport.copies.take(receive.lap, receive.nbytes)
         return _P2PHandle(self.transport, received, view, step)
+
+    def _sends(self, send: Transfer | None, step: int) -> list[Operation]:
+        """What the reader of ``step`` is sent: from the outbox, or from a copy, once it is here."""
+        if send is None:
+            return []
+        if send.lap is None:
+            source = self.transport.outbox.take(0, self.schedule.own_bytes)
+        else:
+            self.transport.settle(self._carried[send.lap], f"copy of lap {send.lap}", step)
+            source = self.transport.copies.take(send.lap, self.transport.copies.capacity)
+        return [(send.peer, source[offset : offset + nbytes]) for offset, nbytes in send.spans]
+
+    def _carry(self, transfers: StepTransfers, step: int) -> None:
+        """Start what this rank brings over, and what another one brings over from here."""
+        carry, receives = transfers.carry, []
+        if carry is not None:
+            for at, sent in self._lent.pop(carry.lap - 2, ()):
+                self.transport.settle(sent, f"reader of the copy of lap {carry.lap - 2}", at)
+            copy = self.transport.copies.take(carry.lap, carry.nbytes)
+            receives = _parts(copy, carry)
+        sends = self._sends(transfers.lend, step)
+        tag = _tag(self.call, step, False)
+        sent, received = self.transport.mover.post(sends, receives, tag)
+        self._sent.append((step, sent))
+        if carry is not None:
+            self._carried[carry.lap] = received
 
     def grad_slot(self, step: int) -> Tensor | None:
         out = self._step(step).grad_out
@@ -336,6 +379,12 @@ class _P2PExchange(Exchange):
         for sent in self._slots:
             self.transport.settle(sent, "reader of dK/dV")
         self.transport.open_call = None
+
+
+def _parts(view: Tensor, transfer: Transfer | Carry) -> list[Operation]:
+    """Receives of ``transfer`` into ``view``, one a span."""
+    parts = view.split([nbytes for _, nbytes in transfer.spans])
+    return [(transfer.peer, part) for part in parts]
 
 
 class _P2PHandle(Handle):

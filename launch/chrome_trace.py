@@ -71,25 +71,27 @@ def events(call: Call) -> Iterator[Event]:
     begin, end = min(s.start for s in call.spans), max(s.stop for s in call.spans)
     yield _slice(rank, 0, call.name, begin, end, {"direction": call.direction})
     for span in call.spans:
-        step = plan.step(rank, span.step)
+        # The step after the last one only brings dK/dV home.
+        step = plan.step(rank, min(span.step, plan.world - 1))
         moves = transfers[span.step]
         args: Event = {"step": span.step}
         arrows: list[tuple[str, float, str, int, int]] = []
         if span.kind == "compute":
             args |= {"owner": step.owner, "tasks": len(step.tasks), "pairs": step.area}
         elif span.kind in ("fetch", "wait"):
-            args |= {"owner": step.owner, "records": step.records}
+            args |= {"owner": step.owner, "source": step.source, "records": step.records}
             args["bytes"] = moves.receive.nbytes if moves.receive else 0
-            if span.kind == "wait" and moves.receive:
-                arrows.append(("f", _inside(span), "kv", step.owner, span.step))
+            if span.kind == "wait" and moves.receive and moves.receive.peer != rank:
+                arrows.append(("f", _inside(span), "kv", step.source, span.step))
         elif span.kind == "publish":
             sends = [t for t, move in enumerate(transfers) if move.send]
             arrows += [("s", span.start, "kv", rank, t) for t in sends]
         elif span.kind == "grads":
             args |= {"owner": step.owner, "bytes": 0}
-            if moves.grad_out:
-                args["bytes"] = moves.grad_out.nbytes
-                arrows.append(("s", span.start, "dkv", step.owner, span.step))
+            back = plan.returns(rank, span.step)
+            if moves.grad_out and back:
+                args |= {"owner": back.owner, "to": back.peer, "bytes": moves.grad_out.nbytes}
+                arrows.append(("s", span.start, "dkv", moves.grad_out.peer, span.step))
         elif span.kind == "reduce" and moves.grad_in:
             args |= {"from": moves.grad_in.peer, "bytes": moves.grad_in.nbytes}
             arrows.append(("f", _inside(span), "dkv", rank, span.step))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ringfa4.context import close_contexts
     from ringfa4.errors import ContextBrokenError, PeerError, PlanMismatchError, RingError
     from ringfa4.mask import Band, Mask
+    from ringfa4.topology import Topology
 
 __all__ = [
     "Band",
@@ -28,6 +29,7 @@ __all__ = [
     "PeerError",
     "PlanMismatchError",
     "RingError",
+    "Topology",
     "close_contexts",
     "ring_attention",
 ]
@@ -42,6 +44,7 @@ _HOME = {
     "PeerError": "errors",
     "PlanMismatchError": "errors",
     "RingError": "errors",
+    "Topology": "topology",
     "close_contexts": "context",
     "ring_attention": "api",
 }

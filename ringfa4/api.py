@@ -28,6 +28,7 @@ from ringfa4.mask import Mask
 from ringfa4.plan import Plan
 from ringfa4.problem import Problem
 from ringfa4.shard import Sharding
+from ringfa4.topology import Topology
 from ringfa4.trace import NAMED, Observer
 
 Group = dist.ProcessGroup | DeviceMesh | Context | None
@@ -61,6 +62,8 @@ class ContextParallel:
         kernel, transport: a registered name, or "auto" (:meth:`explain` says what was taken and
         why). device: where the tensors are; by default the current CUDA device under NCCL, else the
         CPU. timeout_s: how long a rank waits for another one before it raises PeerError.
+        topology: which ranks share an NVLink domain (:class:`ringfa4.topology.Topology`): records
+            then cross once into each other domain, and dK/dV once out of it. None: none do.
 
     Raises ValueError, alike on every rank, when these do not fit together.
     """
@@ -85,6 +88,7 @@ class ContextParallel:
         device: torch.device | str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         observer: Observer = NAMED,
+        topology: Topology | None = None,
     ) -> None:
         context = _context(group, device, transport, timeout_s)
 
@@ -102,7 +106,9 @@ class ContextParallel:
             k_side = build_sharding(
                 sharding if sharding_k is None else sharding_k, made, context.world, "k"
             )
-            return Problem(context, made, q_side, k_side, wire, kernel, precondition, observer)
+            return Problem(
+                context, made, q_side, k_side, wire, kernel, precondition, observer, topology
+            )
 
         self.problem = ops.checked(context, build)
         context.agree(

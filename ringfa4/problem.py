@@ -22,6 +22,7 @@ from ringfa4.plan import Plan, shared_plan
 from ringfa4.precondition import Precondition
 from ringfa4.ring import Ring
 from ringfa4.shard import Sharding
+from ringfa4.topology import Topology
 from ringfa4.trace import NAMED, Observer
 from ringfa4.wire import Geometry, WireFormat, wire_format
 
@@ -30,7 +31,8 @@ from ringfa4.wire import Geometry, WireFormat, wire_format
 class Problem:
     """``wire`` None is the input dtype as it is; ``kernel`` is a registered name or "auto".
 
-    ``observer`` sees the spans of every call; replace it to record them.
+    ``observer`` sees the spans of every call; replace it to record them. ``topology`` None: all
+    ranks read from each other directly.
     """
 
     context: Context
@@ -41,6 +43,7 @@ class Problem:
     kernel: str = "auto"
     precondition: str = "none"
     observer: Observer = NAMED
+    topology: Topology | None = None
     _plans: dict[tuple[int, ...], Plan] = field(default_factory=dict, repr=False)
     _rings: dict[tuple[Geometry, int, bool], Ring] = field(default_factory=dict, repr=False)
     choices: list[Choice] = field(default_factory=list, repr=False)
@@ -61,7 +64,7 @@ class Problem:
         cuts = () if wire is None else wire.split_at(self.mask)
         if cuts not in self._plans:
             keys = self.k_sharding.split(cuts)
-            self._plans[cuts] = shared_plan(self.mask, self.q_sharding, keys)
+            self._plans[cuts] = shared_plan(self.mask, self.q_sharding, keys, self.topology)
         return self._plans[cuts]
 
     def ring(self, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> Ring:

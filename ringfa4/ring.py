@@ -27,12 +27,15 @@ from torch import Tensor
 from ringfa4.comm.interface import Exchange, Handle, Schedule
 from ringfa4.context import Context
 from ringfa4.kernels.interface import BlockKernel
-from ringfa4.plan import Plan, Step
+from ringfa4.plan import Plan, RecordRange, Step
 from ringfa4.precondition import NONE, Precondition, row_sums, shift
 from ringfa4.schedule import schedule
 from ringfa4.state import Grads, State, add_into
 from ringfa4.trace import NAMED, Observer
 from ringfa4.wire import Direction, EncodedShard, Geometry, RecordMap, WireFormat, gradient_wire
+
+_AGREED = ("fetch_bytes", "grad_bytes", "carry_bytes")
+"""Capacities of a schedule that are the maxima over ranks."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +95,9 @@ class Ring:
         own = self.schedule(direction)
         needs = self.context.agree(
             {"call": direction, **self.about, **call},
-            values={"fetch_bytes": own.fetch_bytes, "grad_bytes": own.grad_bytes},
+            values={name: getattr(own, name) for name in _AGREED},
         )
-        return replace(
-            own,
-            fetch_bytes=max(rank["fetch_bytes"] for rank in needs),
-            grad_bytes=max(rank["grad_bytes"] for rank in needs),
-        )
+        return replace(own, **{name: max(rank[name] for rank in needs) for name in _AGREED})
 
 
 def forward(
@@ -169,24 +168,16 @@ def backward(
         )
         batch, seq, heads, dk_dim = q.shape
         grads = Grads(batch, seq, heads, dk_dim, device=q.device, dtype=sum_dtype(q.dtype))
-        own = _OwnGradients(ring, q.device)
+        home = _Homecoming(ring, exchange, q.device, observer)
         for step, records in _steps(ring, exchange, "backward", observer):
-            t = step.index
             if records is not None:
-                slot = own.buffer if t == 0 else exchange.grad_slot(t)
-                assert slot is not None, "a step with tasks has a contribution"
-                grads.begin(ring.geometry, own.map if t == 0 else records.map, slot)
-                with observer.span("compute", t):
+                where, slot = home.place(step)
+                grads.begin(ring.geometry, where, slot)
+                with observer.span("compute", step.index):
                     ring.kernel.backward(queries, records, step.tasks, scale, grads)
                 grads.end()
-            elif t == 0:
-                own.buffer.zero_()
-            if t > 0:
-                with observer.span("grads", t):
-                    exchange.send_grads(t)
-                # One step behind, so that dK/dV travel while this step computes.
-                own.add(exchange, t - 1, observer)
-        own.add(exchange, ring.plan.world - 1, observer)
+            home.after(step)
+        home.end()
         exchange.finish()
         with observer.span("finish", 0):
             sums = dsink = None
@@ -195,7 +186,7 @@ def backward(
                 sums = row_sums(delta, lse, dlse, sink)
                 dsink = None if sink is None else _sink_gradient(ring, sink, lse, delta)
             dq = ring.precondition.query_gradient(grads.finish(), mu, sums, scale).to(q.dtype)
-            dk, dv = own.tensors(k.dtype)
+            dk, dv = home.own.tensors(k.dtype)
     return dq, dk, dv, dsink
 
 
@@ -237,6 +228,7 @@ def _steps(
     way by then.
     """
     plan, shards = ring.plan, ring.plan.k_sharding.shards
+    last = len(ring.schedule(direction).steps) - 1
     coming: Handle | None = None
     for t in range(plan.world):
         step = plan.step(ring.rank, t)
@@ -246,8 +238,8 @@ def _steps(
         else:
             with observer.span("wait", t):
                 buffer = coming.wait()
-            where = RecordMap(shards[step.owner], step.ranges)
-        if t + 1 < plan.world:
+            where = RecordMap(shards[step.owner], step.held)
+        if t < last:
             with observer.span("fetch", t + 1):
                 coming = exchange.fetch(t + 1)
         if not step.tasks:
@@ -255,38 +247,115 @@ def _steps(
             continue
         assert buffer is not None, "a step with tasks needs records"
         yield step, ring.wire.view(ring.geometry, where, buffer, direction)
+    if coming is not None:
+        coming.wait()
 
 
-class _OwnGradients:
-    """dK/dV of this rank's own shard: step 0 writes them, peers' contributions are added in plan
-    order.
+class _Homecoming:
+    """dK/dV on their way: each step's to their owner or to who carried, sums to their owners.
+
+    A carried shard's sum begins with this rank's own part, in turn 0, and takes those of the turns
+    in order; it leaves in turn 0 of the next lap (:mod:`ringfa4.plan`). Every other contribution is
+    taken one step behind, so that it travels while the next step computes.
     """
 
-    def __init__(self, ring: Ring, device: torch.device) -> None:
-        g, shard = ring.geometry, ring.plan.k_sharding.shards[ring.rank]
-        self.ring, self.map = ring, RecordMap.whole(shard)
+    def __init__(
+        self, ring: Ring, exchange: Exchange, device: torch.device, observer: Observer
+    ) -> None:
+        self.ring, self.exchange, self.observer = ring, exchange, observer
+        self.own = _Sums(ring, RecordMap.whole(ring.plan.k_sharding.shards[ring.rank]), device)
+        self.carried: dict[int, _Sums] = {}
+        """lap -> sum; two at most."""
+        self.taken = 0
+
+    def place(self, step: Step) -> tuple[RecordMap, Tensor]:
+        """Where the kernel puts dK/dV of ``step``, which has tasks."""
+        lap, turn = self.ring.plan.lap(step.index)
+        if step.index == 0:
+            return self.own.map, self.own.buffer
+        shard = self.ring.plan.k_sharding.shards[step.owner]
+        if lap and turn == 0:
+            sums = self.carried[lap] = _Sums(
+                self.ring, RecordMap(shard, step.held), self.own.buffer.device
+            )
+            return sums.map, sums.buffer
+        slot = self.exchange.grad_slot(step.index)
+        assert slot is not None, "a step with tasks has a contribution"
+        return RecordMap(shard, step.ranges), slot
+
+    def after(self, step: Step) -> None:
+        """``step`` is computed: hand over, and take what came in the one before."""
+        t = step.index
+        lap, turn = self.ring.plan.lap(t)
+        if t == 0 and not step.tasks:
+            self.own.buffer.zero_()
+        if lap and turn == 0 and step.held and not step.tasks:
+            where = RecordMap(self.ring.plan.k_sharding.shards[step.owner], step.held)
+            self.carried[lap] = _Sums(self.ring, where, self.own.buffer.device)
+            self.carried[lap].buffer.zero_()
+        if t == 0:
+            return
+        if turn == 0:
+            self._send_sum(t)
+        else:
+            with self.observer.span("grads", t):
+                self.exchange.send_grads(t)
+        self._take(t - 1)
+
+    def end(self) -> None:
+        """After the last step."""
+        last = len(self.ring.schedule("backward").steps) - 1
+        if last == self.ring.plan.world:
+            self._send_sum(last)
+        self._take(last)
+
+    def _send_sum(self, t: int) -> None:
+        """The sum of the lap that ended before step ``t``, complete."""
+        self._take(t - 1)
+        with self.observer.span("grads", t):
+            sums = self.carried.pop(self.ring.plan.lap(t)[0] - 1, None)
+            slot = self.exchange.grad_slot(t)
+            assert (slot is None) == (sums is None), "a lap with records has a sum"
+            if slot is not None and sums is not None:
+                slot.copy_(sums.buffer)
+            self.exchange.send_grads(t)
+
+    def _take(self, t: int) -> None:
+        """Add what peers handed over in step ``t``; what they did before is added already."""
+        plan = self.ring.plan
+        if t <= self.taken:
+            return
+        self.taken = t
+        lap, turn = plan.lap(t)
+        sums = self.carried.get(lap) if lap and turn else self.own
+        with self.observer.span("reduce", t):
+            for given in self.exchange.contributions(t):
+                back = plan.returns(given.peer, t)
+                assert back is not None and sums is not None, "what came was due"
+                sums.add(back.ranges, given.view)
+                given.release()
+
+
+class _Sums:
+    """dK/dV of the records of ``map``, added in plan order; ``buffer`` is undefined at first."""
+
+    def __init__(self, ring: Ring, map: RecordMap, device: torch.device) -> None:
+        g = ring.geometry
+        self.ring, self.map = ring, map
         self.wire = gradient_wire(g.dtype)
         self.geometry = replace(g, dtype=self.wire.dtype)
-        size = shard.records * self.wire.record_bytes(self.geometry, "backward")
+        size = map.records * self.wire.record_bytes(self.geometry, "backward")
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self.sums = self.wire.view(self.geometry, self.map, self.buffer, "backward")
 
-    def add(self, exchange: Exchange, step: int, observer: Observer) -> None:
-        """Add what peers returned in ``step`` (nothing in step 0)."""
-        if step == 0:
-            return
-        plan = self.ring.plan
-        with observer.span("reduce", step):
-            for given in exchange.contributions(step):
-                where = RecordMap(self.map.shard, plan.ranges(given.peer, step))
-                theirs = self.wire.view(self.geometry, where, given.view, "backward")
-                for chunk, start, stop in where.tokens():
-                    mine = self.sums.keys_values(chunk, start, stop)
-                    for into, value in zip(
-                        mine, theirs.keys_values(chunk, start, stop), strict=True
-                    ):
-                        add_into(into, value)
-                given.release()
+    def add(self, ranges: tuple[RecordRange, ...], view: Tensor) -> None:
+        """Add the records of ``ranges``, packed in ``view``."""
+        where = RecordMap(self.map.shard, ranges)
+        theirs = self.wire.view(self.geometry, where, view, "backward")
+        for chunk, start, stop in where.tokens():
+            mine = self.sums.keys_values(chunk, start, stop)
+            for into, value in zip(mine, theirs.keys_values(chunk, start, stop), strict=True):
+                add_into(into, value)
 
     def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """dk (b, sk, heads_kv, dk) and dv (b, sk, heads_kv, dv), contiguous, in ``dtype``."""

@@ -133,13 +133,16 @@ def test_each_flag_is_needed(forgotten: Flag, monkeypatch: pytest.MonkeyPatch) -
         if flag is not forgotten:
             real(self, lane, flag, *rest)
 
+    plans = contract.full(5, 1024, backward=True)
+    if forgotten in (Flag.CARRIED, Flag.READ):
+        plans = contract.carrying(((0, 1), (2, 3), (4, 5), (6, 7)), 2048, backward=False)
+
     def calls(rank: int, transport: Transport, control: Control) -> None:
-        plans = contract.full(5, 1024, backward=True)
         for call in range(15):
             pace = contract.drifting(rank, call, 0.01)
             contract.make_call(transport, control, plans, call, pace=pace, agree=False)
 
-    runner(word_transport, 0.01)(5, calls, 20.0)
+    runner(word_transport, 0.01)(len(plans), calls, 20.0)
     monkeypatch.setattr(PullTransport, "wait", careless)
     with pytest.raises(AssertionError):
-        runner(word_transport, 0.01)(5, calls, 20.0)
+        runner(word_transport, 0.01)(len(plans), calls, 20.0)

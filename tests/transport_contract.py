@@ -12,13 +12,15 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from ringfa4 import mask as masks
+from ringfa4 import shard as shardings
 from ringfa4.comm.interface import (
     MESSAGE_BYTES,
     Control,
@@ -29,6 +31,12 @@ from ringfa4.comm.interface import (
     Transport,
 )
 from ringfa4.errors import ContextBrokenError
+from ringfa4.plan import Plan
+from ringfa4.schedule import schedule
+from ringfa4.topology import Topology
+from ringfa4.wire import PLAIN, Direction, Geometry
+
+Domains = tuple[tuple[int, ...], ...]
 
 WORLDS = (1, 2, 3, 5)
 LONG_S = 30.0
@@ -71,6 +79,19 @@ def full(world: int, nbytes: int, *, backward: bool) -> list[Schedule]:
     """Everybody reads everybody."""
     reads = [[((0, nbytes),) if t else () for _ in range(world)] for t in range(world)]
     return _assemble([nbytes] * world, reads, [nbytes] * world, backward)
+
+
+def carrying(domains: Domains, tokens: int, *, backward: bool) -> list[Schedule]:
+    """Schedules of a causal plan whose ranks carry records for their domains."""
+    topology = Topology(domains)
+    sides = shardings.zigzag(tokens, topology.world)
+    plan = Plan(masks.causal(tokens), sides, sides, topology)
+    wire, geometry = PLAIN[torch.float32], Geometry(1, 1, 2, 2, torch.float32)
+    way: Direction = "backward" if backward else "forward"
+    made = [schedule(plan, rank, wire, geometry, way) for rank in range(plan.world)]
+    names = ("fetch_bytes", "grad_bytes", "carry_bytes")
+    most = {name: max(getattr(s, name) for s in made) for name in names}
+    return [replace(s, **most) for s in made]
 
 
 def _spans(draw: random.Random, size: int) -> tuple[tuple[int, int], ...]:
@@ -191,7 +212,7 @@ def make_call(
         received += _take(exchange.contributions(last), last)
     exchange.finish()
     for t, receive, data in seen:
-        want = content(plans[receive.peer].own_bytes, call, receive.peer)
+        want = source_of(plans, receive, call)
         assert torch.equal(data.cpu(), packed(want, receive.spans)), f"{call=} {rank=} step {t}"
     received = [(t, peer, data.cpu()) for t, peer, data in received]
     if backward:
@@ -200,6 +221,15 @@ def make_call(
         for (t, peer, data), (_, grad) in zip(received, expected, strict=True):
             assert torch.equal(data, content(grad.nbytes, call, peer, t)), f"{call=} {rank=} {t=}"
     return received
+
+
+def source_of(plans: Sequence[Schedule], receive: Transfer, call: int) -> Tensor:
+    """What ``receive`` is read from: an outbox, or what its peer carried."""
+    if receive.lap is None:
+        return content(plans[receive.peer].own_bytes, call, receive.peer)
+    carries = [s.carry for s in plans[receive.peer].steps if s.carry is not None]
+    carry = next(c for c in carries if c.lap == receive.lap)
+    return packed(content(plans[carry.peer].own_bytes, call, carry.peer), carry.spans)
 
 
 def _take(contributions: Iterator[Any], step: int) -> list[tuple[int, int, Tensor]]:
@@ -232,6 +262,27 @@ def random_calls(
             scale=(16, 64, 256, 1024)[call % 4],
         )
         make_call(transport, control, plans, call, pace=drifting(rank, seed + call, drift_s))
+    return calls
+
+
+def carrying_calls(
+    rank: int,
+    transport: Transport,
+    control: Control,
+    *,
+    domains: Domains,
+    calls: int,
+    drift_s: float,
+) -> int:
+    """Calls of changing size under a topology, with plain ones between, backward in turn."""
+    for call in range(calls):
+        backward = call % 2 == 1
+        plans = carrying(domains, (2000, 5000, 300)[call % 3], backward=backward)
+        if call % 4 == 3:
+            plans = full(transport.world, 777, backward=backward)
+        make_call(
+            transport, control, plans, call, pace=drifting(rank, call, drift_s), agree=call % 5 > 0
+        )
     return calls
 
 
@@ -414,6 +465,13 @@ class TransportContract:
     :meth:`run_reopen`."""
 
     many_calls = 200
+    domains: tuple[Domains, ...] = (
+        ((0, 1), (2, 3)),
+        ((4, 1, 0), (2, 5, 3)),
+        ((0,), (2,), (1,)),
+        ((0, 1), (2, 3), (4, 5), (7, 6)),
+    )
+    """Of the tests in which ranks carry records for each other."""
     late_s = 2.0
     takes_turns = False
     """One rank's host works at a time: who sleeps in its turn keeps others from publishing, and
@@ -449,6 +507,13 @@ class TransportContract:
     @pytest.mark.parametrize("world", [2, 3])
     def test_skipped_causal_hops_do_not_hang(self, world: int) -> None:
         self.run(world, causal_calls, calls=6)
+
+    @pytest.mark.parametrize("drift_s", [0.0, 0.01])
+    def test_what_is_carried_arrives(self, drift_s: float) -> None:
+        """Copies used again in the fourth lap, and from call to call."""
+        for domains in self.domains:
+            world = sum(map(len, domains))
+            self.run(world, carrying_calls, domains=domains, calls=9, drift_s=drift_s)
 
     def test_sums_of_contributions_repeat_to_the_bit(self) -> None:
         first, again = (self.run(3, summed, drift_seed=seed) for seed in (1, 2))

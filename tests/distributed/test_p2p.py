@@ -13,6 +13,7 @@ from transport_contract import LONG_S, Ending, TransportContract
 class TestGloo(TransportContract):
     many_calls = 200
     late_s = 1.5
+    domains = (((0, 1), (2, 3)), ((0,), (2,), (1,)))  # the pools there are
 
     def run(self, world: int, body: Callable[..., Any], **kwargs: Any) -> list[Any]:
         arguments = {"body": body.__name__, "timeout_s": LONG_S, "kwargs": kwargs}

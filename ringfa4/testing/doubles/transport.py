@@ -29,12 +29,14 @@ from torch import Tensor
 
 from ringfa4.comm.arena import aligned_empty
 from ringfa4.comm.interface import (
+    Carry,
     Contribution,
     Control,
     Exchange,
     Handle,
     Schedule,
     StepTransfers,
+    Transfer,
     Transport,
 )
 from ringfa4.comm.local import run_ranks
@@ -63,6 +65,12 @@ class Ledger:
         self._lock = threading.Lock()
         self._published: dict[tuple[int, int], Tensor] = {}
         self._contributed: dict[tuple[int, int, int], Tensor] = {}
+        self._carries: dict[tuple[int, int, int], Carry] = {}
+
+    def carry(self, call: int, rank: int, carry: Carry) -> None:
+        with self._lock:
+            self._carries[call, rank, carry.lap] = carry
+            self._carries.pop((call - KEPT_CALLS, rank, carry.lap), None)
 
     def publish(self, call: int, rank: int, outbox: Tensor) -> None:
         with self._lock:
@@ -80,6 +88,17 @@ class Ledger:
         if outbox is None:
             return None
         return torch.cat([outbox[offset : offset + nbytes] for offset, nbytes in spans])
+
+    def expected(self, call: int, receive: Transfer) -> Tensor | None:
+        """The bytes that ``receive`` brings; None while they cannot be there."""
+        if receive.lap is None:
+            return self.published(call, receive.peer, receive.spans)
+        with self._lock:
+            carry = self._carries.get((call, receive.peer, receive.lap))
+        copy = None if carry is None else self.published(call, carry.peer, carry.spans)
+        if copy is None:
+            return None
+        return torch.cat([copy[offset : offset + nbytes] for offset, nbytes in receive.spans])
 
     def contributed(self, call: int, owner: int, index: int) -> Tensor | None:
         """Contribution ``index``, forgotten once it was asked for; None when it was never sent."""
@@ -211,6 +230,8 @@ class AdversarialExchange(Exchange):
             )
         if step >= 3:
             self._handles[step - 3].end()
+        if transfers.carry is not None:
+            self.transport.ledger.carry(self.call, self.transport.rank, transfers.carry)
         handle = AdversarialHandle(self, self.inner.fetch(step), transfers, step)
         self._handles.append(handle)
         return handle
@@ -328,7 +349,7 @@ class AdversarialHandle(Handle):
         if receive is None or self._theirs is None:
             return None
         what = f"records of rank {receive.peer} in step {self._step}"
-        self._want = transport.ledger.published(self._exchange.call, receive.peer, receive.spans)
+        self._want = transport.ledger.expected(self._exchange.call, receive)
         assert self._want is not None, f"transport fault: {what} read before publish()"
         _same(self._theirs, self._want, f"{what} are not what it published")
         self._view = aligned_copy(self._theirs)
@@ -339,7 +360,9 @@ class AdversarialHandle(Handle):
         if self._theirs is None or self._want is None or self._view is None:
             return
         _same(self._theirs, self._want, f"fetch buffer of step {self._step} overwritten too early")
-        self._theirs.fill_(POISON)
+        receive = self._transfers.receive
+        if receive is not None and receive.peer != self._exchange.transport.rank:
+            self._theirs.fill_(POISON)  # but not an own copy, which peers may still read
         self._view.fill_(POISON)
         self._theirs = None
 
