@@ -15,7 +15,8 @@ that wait, as PeerError; there is no watchdog.
 Inside a call one rank's host works at a time, until it has to wait. They could not run side by side
 anyway, for they share Python's lock; but every operator of torch lets go of that lock, and getting
 it back from seven others each time cost more than the work (H200, 128K tokens, forward pass of 8
-ranks: 234 ms side by side, 104 ms in turn).
+ranks: 234 ms side by side, 104 ms in turn). The turn passes from a rank to the next one up that
+waits for it: it reads that rank's records first, which are published by then, and can go on.
 """
 
 from __future__ import annotations
@@ -40,6 +41,47 @@ TURN_POLL_S = 0.05
 """How often a rank that waits for its turn looks whether another one failed."""
 
 
+class _Turn:
+    """Held by one rank at a time; given up, it passes to the next higher rank that waits, in a
+    circle.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.holder: int | None = None
+        self.since = 0.0
+        """When the holder got it, on the clock of time.monotonic."""
+        self._world = world
+        self._changes = threading.Lock()
+        self._waiting: dict[int, threading.Event] = {}
+
+    def take(self, rank: int, timeout_s: float) -> bool:
+        """Whether ``rank`` has it within ``timeout_s``; if not, it does not wait for it either."""
+        with self._changes:
+            if self.holder is None:
+                self._pass_to(rank)
+                return True
+            given = self._waiting[rank] = threading.Event()
+        given.wait(timeout_s)
+        with self._changes:
+            self._waiting.pop(rank, None)
+            return self.holder == rank
+
+    def give_up(self, rank: int) -> None:
+        """Nothing when another rank has it, or none."""
+        with self._changes:
+            if self.holder != rank:
+                return
+            self.holder = None
+            if self._waiting:
+                following = min(self._waiting, key=lambda r: (r - rank) % self._world)
+                given = self._waiting.pop(following)
+                self._pass_to(following)
+                given.set()
+
+    def _pass_to(self, rank: int) -> None:
+        self.holder, self.since = rank, time.monotonic()
+
+
 class SharedSpace:
     """What the virtual ranks of one world share beside its control channel."""
 
@@ -51,9 +93,8 @@ class SharedSpace:
         condition."""
         self.pieces: list[list[Tensor | None]] = [[] for _ in ranks]
         """Of each rank: what it allocated, in order; None once it is freed."""
-        self.turn = threading.Lock()
-        self.holder: int | None = None
-        """The rank whose host works, and has ``turn``."""
+        self.turn = _Turn(world.world)
+        """Whose host works."""
 
 
 class SharedMemory(Memory):
@@ -95,22 +136,22 @@ class EventSignals(Signals):
 
     def begin(self) -> None:
         """PeerError when the rank whose turn it is keeps it for too long, or a rank failed."""
-        space, world = self._space, self._space.world
+        turn, world = self._space.turn, self._space.world
         deadline = time.monotonic() + world.timeout_s
-        while not space.turn.acquire(timeout=TURN_POLL_S):
+        while not turn.take(self._rank, TURN_POLL_S):
             if self._reason is not None:
                 raise ContextBrokenError(self._reason)
-            failed, holder = world.failure(besides=self._rank), space.holder
+            failed, holder = world.failure(besides=self._rank), turn.holder
             if failed is not None:
                 raise PeerError(failed[1], rank=failed[0])
             if time.monotonic() > deadline:
-                raise PeerError(f"no turn given up within {world.timeout_s:g} s", rank=holder)
-        space.holder = self._rank
+                raise self._kept(holder)
 
     def end(self) -> None:
-        if self._space.holder == self._rank:
-            self._space.holder = None
-            self._space.turn.release()
+        self._space.turn.give_up(self._rank)
+
+    def _kept(self, holder: int | None) -> PeerError:
+        return PeerError(f"no turn given up within {self._space.world.timeout_s:g} s", rank=holder)
 
     def set(self, lane: Lane, flag: Flag, peers: Sequence[int], value: int) -> None:
         mark = lane.record()
@@ -130,20 +171,32 @@ class EventSignals(Signals):
 
         for peer in peers:
             if not there(peer):
-                had_turn = self._space.holder == self._rank
+                had_turn = self._space.turn.holder == self._rank
                 self.end()
-                world.wait(
-                    self._rank,
-                    self._rank,
-                    functools.partial(lambda peer, _: there(peer), peer),
-                    what,
-                    late=peer,
-                    step=step,
-                    broken=lambda: self._reason,
-                )
+                try:
+                    world.wait(
+                        self._rank,
+                        self._rank,
+                        functools.partial(lambda peer, _: there(peer), peer),
+                        what,
+                        late=peer,
+                        step=step,
+                        broken=lambda: self._reason,
+                    )
+                except PeerError as error:
+                    self._blame_who_keeps_the_turn(error, peer)
+                    raise
                 if had_turn:
                     self.begin()
             lane.after(flags[flag, peer][1])
+
+    def _blame_who_keeps_the_turn(self, error: PeerError, peer: int) -> None:
+        """A peer that is late for want of its turn is not the one that is late."""
+        turn, patience = self._space.turn, self._space.world.timeout_s
+        holder = turn.holder
+        kept = time.monotonic() - turn.since >= patience / 2
+        if error.rank == peer and kept and holder not in (None, peer, self._rank):
+            raise self._kept(holder) from error
 
     def release(self) -> None:
         self._reason = "the transport was aborted"
