@@ -451,7 +451,11 @@ def test_one_gpu_is_measured_on_its_own_clock() -> None:
 @pytest.mark.parametrize("mask", ["causal", "full"])
 @pytest.mark.parametrize("name", scaling_rivals.RIVALS)
 def test_rivals_run_on_one_gpu(name: str, mask: str) -> None:
-    """In a group of one: what they are told and what they give is understood."""
+    """In a group of one: what they are told and what they give is understood.
+
+    ring-flash-attn sends dK and dV to itself there, which torch refuses: forward only.
+    """
+    backward = name != "ring-flash-attn"
     if name == "ring-flash-attn" and find_spec("ring_flash_attn") is None:
         pytest.skip("ring-flash-attn is not installed")
     torch.cuda.set_device(0)
@@ -459,12 +463,12 @@ def test_rivals_run_on_one_gpu(name: str, mask: str) -> None:
     try:
         bench = Bench(
             context=context_for(device="cuda"), peers=Alone(), head_dim=64, dtype=torch.bfloat16,
-            backward=True, repeat=1, burst=2, row_seconds=60.0, check_rows=8, seed=0,
+            backward=backward, repeat=1, burst=2, row_seconds=60.0, check_rows=8, seed=0,
             timeout_s=20.0,
         )  # fmt: skip
         row = Row(Problem(4096, 4, 2, mask), Setup("rival", name, "bf16", _gpu_kernel()))
         found = measure(bench, row, traced=False)
-        assert {e.name for e in found.errors} >= {"out", "dq", "dk", "dv"}
+        assert {e.name for e in found.errors} >= {"out", *(("dq", "dk", "dv") if backward else ())}
         assert all(error.passed for error in found.errors), found.errors
         close_contexts()
     finally:
