@@ -166,23 +166,22 @@ class PlainShard(EncodedShard):
     """Strided K and V over interleaved records."""
 
     @cached_property
-    def _rows(self) -> Tensor:
+    def _flat(self) -> Tensor:
         g = self.geometry
-        width = g.heads_kv * (g.dk + g.dv)
-        rows = self.map.records * RECORD
-        item = torch.empty(0, dtype=g.dtype).element_size()
-        flat = self.buffer[: rows * g.batch * width * item].view(g.dtype)
-        return flat.view(rows, g.batch, width)
+        size = self.map.records * RECORD * g.batch * g.heads_kv * (g.dk + g.dv)
+        return self.buffer[: size * g.dtype.itemsize].view(g.dtype)
 
     def keys_values(self, chunk: int, k0: int, k1: int) -> tuple[Tensor, Tensor]:
-        g = self.geometry
-        first = self.map.row(chunk, k0)
-        rows = self._rows[first : first + (k1 - k0)]
-        k, v = rows.split([g.heads_kv * g.dk, g.heads_kv * g.dv], dim=-1)
-        return (
-            k.unflatten(-1, (g.heads_kv, g.dk)).transpose(0, 1),
-            v.unflatten(-1, (g.heads_kv, g.dv)).transpose(0, 1),
+        # Hundreds of these are issued a call, and a chain of views costs the host several times this.
+        g, flat = self.geometry, self._flat
+        width = g.heads_kv * (g.dk + g.dv)
+        token = g.batch * width
+        start = flat.storage_offset() + self.map.row(chunk, k0) * token
+        k, v = (
+            flat.as_strided((g.batch, k1 - k0, g.heads_kv, d), (width, token, d, 1), start + after)
+            for d, after in ((g.dk, 0), (g.dv, g.heads_kv * g.dk))
         )
+        return k, v
 
 
 @dataclass(frozen=True)
