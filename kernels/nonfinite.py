@@ -53,6 +53,9 @@ def seen_by_keys(piece: Band, flags: Tensor, heads_kv: int) -> Tensor:
 def _seen(piece: Band, flags: Tensor) -> Tensor:
     """Row a sees the keys [a + lo, a + hi] of the box: a difference of running counts."""
     box = piece.shifted(-piece.q0, -piece.k0)
+    if box.lo is None and box.hi is not None and 0 <= box.hi <= box.k1 - box.q1:
+        # A diagonal that leaves the box at neither side, as causal masks have: no indices needed.
+        return flags.cumsum(-1)[..., box.hi : box.hi + box.q1] > 0
     a = torch.arange(box.q1, device=flags.device)
     start = torch.zeros_like(a) if box.lo is None else (a + box.lo).clamp(0, box.k1)
     stop = torch.full_like(a, box.k1) if box.hi is None else (a + box.hi + 1).clamp(0, box.k1)
