@@ -172,7 +172,7 @@ class PlainShard(EncodedShard):
         return self.buffer[: size * g.dtype.itemsize].view(g.dtype)
 
     def keys_values(self, chunk: int, k0: int, k1: int) -> tuple[Tensor, Tensor]:
-        # Hundreds of these are issued a call, and a chain of views costs the host several times this.
+        # A call asks for hundreds of these; a chain of views costs the host several times as much.
         g, flat = self.geometry, self._flat
         width = g.heads_kv * (g.dk + g.dv)
         token = g.batch * width
