@@ -45,7 +45,7 @@ from ringfa4.launch.runs import half_ulp, moved_bytes
 from ringfa4.launch.scaling_local import StillTransport, recorded
 from ringfa4.launch.scaling_rivals import RIVALS, Rival, Share, plain_ring
 from ringfa4.launch.scaling_rows import Problem, Row
-from ringfa4.launch.scaling_spans import STANDING, Timeline, seconds, timeline
+from ringfa4.launch.spans import STANDING, Timeline, seconds, timeline
 from ringfa4.mx.formats import E4M3
 from ringfa4.mx.wire import MxWire
 from ringfa4.problem import softmax_scale

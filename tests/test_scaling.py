@@ -32,8 +32,8 @@ from ringfa4.launch.scaling_local import recorded
 from ringfa4.launch.scaling_rivals import CpuLibrary, Share
 from ringfa4.launch.scaling_rows import Grid, Problem, Row, Setup, selected
 from ringfa4.launch.scaling_runs import Bench, measure
-from ringfa4.launch.scaling_spans import STANDING, DeviceRecorder, seconds
 from ringfa4.launch.scaling_table import compare, table
+from ringfa4.launch.spans import STANDING, DeviceRecorder, seconds
 from ringfa4.mask import Band
 from ringfa4.testing.oracles import attention
 from ringfa4.trace import Span
