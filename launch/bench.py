@@ -18,6 +18,9 @@ measures something else, on GPUs: :mod:`ringfa4.launch.scaling`.
 
 --trace FILE runs each ring a second time while it records its spans, compares that with the ring
 that does not, and writes the timeline.
+
+--model sm100 measures nothing: it prints what forward kernels should reach on B200 and B300,
+modelled from counted instructions (:mod:`ringfa4.launch.cost_model`).
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from typing import Any
 import torch
 
 from ringfa4.context import Context
-from ringfa4.launch import scaling
+from ringfa4.launch import cost_tables, scaling
 from ringfa4.launch.bench_plot import plot, require_matplotlib
 from ringfa4.launch.bench_runs import (
     Common,
@@ -90,6 +93,7 @@ class Options:
     json: str | None
     plot: str | None
     trace: str | None
+    model: str | None
 
 
 def _names(text: str, known: Sequence[str] = ()) -> list[str]:
@@ -136,6 +140,7 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     what.add_argument("--json", metavar="FILE", help="results as JSON ('-': standard output)")
     what.add_argument("--plot", metavar="FILE", help="picture of the ratios (PNG)")
     what.add_argument("--trace", metavar="FILE", help="timeline of the rings, and what it costs")
+    what.add_argument("--model", choices=("sm100",), help="modelled rates instead of measured ones")
     values = parser.parse_args(argv)
     for name in ("seq", "heads", "kv_heads", "ranks"):
         if 0 in (getattr(values, name) or ()):
@@ -198,6 +203,9 @@ def bench(options: Options, command: str) -> bool:
     """Measure, and say it in all the ways that were asked for; True."""
     rank, world, _ = environment()
     require_folders(json=options.json, plot=options.plot, trace=options.trace)
+    if options.model is not None:
+        _model(options, rank)
+        return True
     if options.plot is not None:
         require_matplotlib()
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -244,6 +252,19 @@ def bench(options: Options, command: str) -> bool:
                     console.say(f"{_label(row)}: refused: {row.refused}")
         _write(options, command, rows, common, parts)
     return True
+
+
+def _model(options: Options, rank: int) -> None:
+    if rank != 0:
+        return
+    if options.json is None:
+        cost_tables.report(Console(sys.stdout, speaks=True))
+        return
+    text = json.dumps(cost_tables.as_json(), indent=2)
+    if options.json == "-":
+        print(text)
+    else:
+        Path(options.json).write_text(text + "\n")
 
 
 def _progress(console: Console, row: Row, repetition: int) -> None:

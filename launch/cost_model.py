@@ -1,0 +1,360 @@
+"""What forward kernels should reach on SM100 and SM103, modelled from counts: nothing is measured.
+
+    python launch/bench.py --model sm100
+
+For a 128 x 128 tile of queries and keys, d 128, two products of 2 128^3 FLOP:
+
+    units   counted work over the rate of each unit: a bound that no schedule beats
+    chain   cycles from S to P of one tile while the other runs, by replaying the loop
+    cycles  what a tile takes when two are in flight (:mod:`ringfa4.launch.cost_replay`)
+    share   cycles of the matrix unit / cycles: the share of its peak, whatever the clock
+
+Counts come from the PTX executor and from ptxas' schedule; `python -m ptx.counts` (tests/ptx)
+writes them to ``COUNTS``. Rates have a source each, ``RATES``. One number is fitted, ``HANDSHAKE``,
+to what Nsight Compute showed of four FlashAttention-4 kernels, ``PROFILES``; each of them predicted
+by a fit to the others is off by ``ERROR`` at most. An interval is that, or the spread over what is
+not known of the scheduler, whichever is wider, and never better than the fullest unit.
+
+Throughput needs a clock, and cards do not hold theirs under load: it is given at the clock that
+the data sheet's peak implies, and ``THROUGHPUTS`` shows which clocks published figures imply.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ringfa4.launch.cost_replay import (
+    POLICIES,
+    Kernel,
+    Op,
+    Policy,
+    Replayed,
+    Timing,
+    replay,
+    rescaling,
+)
+
+COUNTS = Path(__file__).with_name("sm100_counts.json")
+"""Written by ``python -m ptx.counts``, committed; tests/test_cost_model.py compares the two."""
+
+ROWS = 128
+FLOP = 2 * 2 * ROWS**3
+"""Of a tile: two products."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Of one multiprocessor, for each clock."""
+
+    per_clock: float
+    of: str
+    source: str
+
+
+_PROGRAMMING_GUIDE = "CUDA C++ Programming Guide, throughput of native arithmetic instructions"
+_QUICKRUN = "measured on B300: github.com/ademeure/QuickRunCUDA"
+
+RATES = {
+    "mma, 16-bit": Rate(8192, "FLOP", "data sheet peak / SMs / clock; agrees with PROFILES"),
+    "mma, 8-bit": Rate(16384, "FLOP", "twice that; the same with block scales (PTX kind mxf8f6f4)"),
+    "exp, sm_100a": Rate(16, "results", "measured 16.00: NVIDIA/cudnn-frontend pull request 1178"),
+    "exp, sm_103a": Rate(
+        32, "results", "NVIDIA blog, Making Softmax More Efficient with Blackwell Ultra; "
+        f"31.8 {_QUICKRUN}, F2FP_DEEP_DIVE",
+    ),
+    "fma": Rate(128, "results", f"{_PROGRAMMING_GUIDE}; packed: as many ({_QUICKRUN})"),
+    "imad": Rate(64, "results", f"{_QUICKRUN}, B300_PIPE_CATALOG"),
+    "alu": Rate(64, "instructions", f"{_PROGRAMMING_GUIDE}; three operands too ({_QUICKRUN})"),
+    "pack": Rate(32, "instructions", f"31.2 of f32 -> e4m3x2, {_QUICKRUN}, F2FP_DEEP_DIVE"),
+    "issue": Rate(128, "lanes", "four schedulers, a warp instruction each"),
+    "shared": Rate(
+        128, "bytes", f"{_QUICKRUN}: 98% of it; MMA operands too (SemiAnalysis, 2026-03)"
+    ),
+    "tensor memory": Rate(
+        512, "bytes", "a column of 128 lanes; reads measured at 211 with one warp of each quarter "
+        f"({_QUICKRUN}), so up to 2.4 times more cycles",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arch:
+    """``clock_ghz``: data-sheet peak / (multiprocessors x FLOP a clock)."""
+
+    name: str
+    card: str
+    multiprocessors: int
+    clock_ghz: float
+
+    @property
+    def exp_cycles(self) -> float:
+        """Of one warp's instruction on one of four schedulers."""
+        return 4 * 32 / RATES[f"exp, {self.name}"].per_clock
+
+
+ARCHS = {
+    "sm_100a": Arch("sm_100a", "B200", 148, 1.85),
+    "sm_103a": Arch("sm_103a", "B300", 148, 1.85),
+}
+
+HANDSHAKE = 200.0
+"""Cycles from the end of a product to the warp that has seen it, plus those from P to its product:
+the multiple of 25 with the least sum of squared errors against PROFILES."""
+
+ERROR = 0.10
+"""Largest error of a kernel of PROFILES when HANDSHAKE is fitted to the others, rounded up."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One entry of COUNTS, a kernel: per 128 x 128 tile, and once for each tile of queries."""
+
+    name: str
+    title: str
+    arch: Arch
+    bits: int
+    tile: Mapping[str, float]
+    once: Mapping[str, float]
+    loop: Sequence[Op]
+    parts: tuple[float, ...]
+    shared_scales: bool
+    warps: int
+    rescales: bool
+    emulated: int | None
+
+    @property
+    def mma(self) -> float:
+        """Cycles of the matrix unit a tile."""
+        return _flop(self.tile) / RATES[f"mma, {self.bits}-bit"].per_clock
+
+    def of_loop(self, kind: str) -> int:
+        """Instructions a row, of all warps that share it."""
+        return self.warps * sum(op.kind == kind for op in self.loop)
+
+
+def counted(name: str, entry: Mapping[str, Any]) -> Counted:
+    """An entry of COUNTS."""
+    tiles, queries = entry["tiles"], entry["query_tiles"]
+    return Counted(
+        name=name,
+        title=entry["title"],
+        arch=ARCHS[entry["arch"]],
+        bits=16 if entry["dtype"] == "bf16" else 8,
+        tile={key: count / tiles for key, count in entry["more"].items()},
+        once={key: count / queries for key, count in entry["once"].items()},
+        loop=tuple(Op.read(text) for text in entry["loop"].split()),
+        parts=tuple(entry["parts"]),
+        shared_scales=entry["shared_scales"],
+        warps=entry["warps"],
+        rescales=entry["rescales"],
+        emulated=entry.get("emulated"),
+    )
+
+
+@lru_cache(maxsize=1)
+def committed() -> dict[str, Counted]:
+    """All kernels of COUNTS."""
+    kernels = json.loads(COUNTS.read_text())["kernels"]
+    return {name: counted(name, entry) for name, entry in kernels.items()}
+
+
+# ---- units --------------------------------------------------------------------------------------
+
+_MMA = re.compile(r"mma (f16|f8f6f4|mxf8f6f4) M(\d+) N(\d+)")
+
+
+def _flop(counts: Mapping[str, float]) -> float:
+    total = 0.0
+    for name, count in counts.items():
+        if found := _MMA.match(name):
+            depth = 16 if found[1] == "f16" else 32
+            total += 2 * int(found[2]) * int(found[3]) * depth * count
+    return total
+
+
+def memory_cycles(counts: Mapping[str, float]) -> dict[str, float]:
+    """Of shared memory (MMA operands, copies in, scales out, ld and st) and of tensor memory."""
+
+    def of(*names: str) -> float:
+        return sum(counts.get(name, 0.0) for name in names)
+
+    wavefronts = of("ld.shared wavefronts", "st.shared wavefronts")
+    copied = sum(n for name, n in counts.items() if name.endswith("bytes into shared memory"))
+    copied += of("bulk store bytes", "bulk reduction bytes")
+    scales = of("tcgen05.cp bytes")
+    shared = of("mma operand bytes from shared memory") + copied + scales + 128 * wavefronts
+    tensor = of("tcgen05.ld bytes", "tcgen05.st bytes") + 4 * scales  # replicated over 128 lanes
+    return {
+        "shared": shared / RATES["shared"].per_clock,
+        "tensor memory": tensor / RATES["tensor memory"].per_clock,
+    }
+
+
+def rescaled_share(tiles: int = 64) -> float:
+    """Share of key tiles at which a warp must rescale when any of its 32 rows has a new maximum.
+
+    Rows of independent logits: tile n of a row holds its maximum so far with probability 1 / n.
+    """
+    return sum(1 - (1 - 1 / n) ** 32 for n in range(1, tiles + 1)) / tiles
+
+
+def units(kernel: Counted) -> dict[str, float]:
+    """Cycles that each unit is taken by a tile; every scheduler has ``warps`` of its softmax."""
+    timing = timing_of(kernel)
+    extra = rescaling(ROWS) if kernel.rescales else ()
+    share = rescaled_share() if kernel.rescales else 0.0
+
+    def number(*kinds: str) -> float:
+        loop = kernel.warps * sum(op.kind in kinds for op in kernel.loop)
+        return loop + share * sum(op.kind in kinds for op in extra)
+
+    return {
+        "mma": kernel.mma,
+        "exp": number("exp") * timing.exp,
+        "fma": number("fma2") * timing.fma2
+        + number("fma") * timing.fma
+        + number("imad") * timing.imad,
+        "alu": number("alu", "pack") * timing.alu,
+        "pack": number("pack") * timing.pack,
+        "issue": kernel.warps * len(kernel.loop) + share * len(extra),
+        **memory_cycles(kernel.tile),
+    }
+
+
+def binding(cycles: Mapping[str, float]) -> str:
+    return max(cycles, key=lambda name: cycles[name])
+
+
+# ---- cycles -------------------------------------------------------------------------------------
+
+
+def timing_of(kernel: Counted, handshake: float = HANDSHAKE) -> Timing:
+    return Timing(exp=kernel.arch.exp_cycles, product=kernel.mma / 2, handshake=handshake)
+
+
+def replayed(
+    kernel: Counted, handshake: float = HANDSHAKE, policies: Iterable[Policy] = POLICIES
+) -> Replayed:
+    """The loop; where another warp rescales O, as often as :func:`rescaled_share` says."""
+    timing, policies = timing_of(kernel, handshake), tuple(policies)
+    plain_kernel = Kernel(kernel.loop, kernel.parts, kernel.shared_scales, kernel.warps)
+    plain = replay(plain_kernel, timing, policies)
+    if not kernel.rescales:
+        return plain
+    other = replay(replace(plain_kernel, rescaling=rescaling(ROWS)), timing, policies)
+    share = rescaled_share()
+
+    def mean(a: float, b: float) -> float:
+        return (1 - share) * a + share * b
+
+    return Replayed(
+        mean(plain.low, other.low),
+        mean(plain.middle, other.middle),
+        mean(plain.high, other.high),
+        mean(plain.chain, other.chain),
+    )
+
+
+@lru_cache(maxsize=64)
+def _replayed(name: str) -> Replayed:
+    return replayed(committed()[name])
+
+
+@dataclass(frozen=True)
+class Modelled:
+    """Cycles a tile: an interval and its middle; ``chain`` from S to P."""
+
+    low: float
+    middle: float
+    high: float
+    chain: float
+
+
+def interval(found: Replayed, floor: float, error: float = ERROR) -> Modelled:
+    """The wider of the spread and ``error``; no less than ``floor``, the fullest unit."""
+    low = max(floor, min(found.low, found.middle / (1 + error)))
+    high = max(found.high, found.middle / (1 - error))
+    return Modelled(low, max(found.middle, floor), max(high, floor), found.chain)
+
+
+def modelled(kernel: Counted) -> Modelled:
+    known = committed().get(kernel.name) if COUNTS.exists() else None
+    found = _replayed(kernel.name) if kernel is known else replayed(kernel)
+    return interval(found, max(units(kernel).values()))
+
+
+def petaflops(arch: Arch, cycles: float, clock_ghz: float | None = None) -> float:
+    """Of the whole card, all tiles alike."""
+    clock = arch.clock_ghz if clock_ghz is None else clock_ghz
+    return arch.multiprocessors * FLOP / cycles * clock * 1e-6
+
+
+def implied_clock_ghz(arch: Arch, cycles: float, pflops: float) -> float:
+    return pflops * 1e6 * cycles / (arch.multiprocessors * FLOP)
+
+
+# ---- what was published -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Shares of time that units of one kernel were busy, by Nsight Compute; cycles follow."""
+
+    kernel: str
+    tensor: float
+    exp: float
+    source: str = "github.com/Dao-AILab/flash-attention issue 2701 (2026-07)"
+
+
+PROFILES = (
+    Profile("fa4_bf16_100", 0.877, 0.719),
+    Profile("fa4_fp8_100", 0.436, 0.716),
+    Profile("fa4_bf16_103_max", 0.999, 0.503),
+    Profile("fa4_fp8_103_max", 0.552, 0.557),
+)
+"""On B300 before FlashAttention took row maxima by tcgen05.ld.red: counted without it too."""
+
+
+def published_cycles(profile: Profile, kernels: Mapping[str, Counted]) -> float:
+    return kernels[profile.kernel].mma / profile.tensor
+
+
+@dataclass(frozen=True)
+class Throughput:
+    kernel: str
+    pflops: float
+    what: str
+
+
+THROUGHPUTS = (
+    Throughput("fa4_bf16_100", 1.535, "8K, 64 heads, full: flash-attention pull request 2280"),
+    Throughput("fa4_bf16_100", 1.418, "the same, causal"),
+    Throughput("fa4_bf16_100", 1.613, "best: FlashAttention-4, arXiv 2603.05451"),
+    Throughput("fa4_bf16_103_max", 1.882, "16K, full: flash-attention pull request 2605"),
+    Throughput("fa4_fp8_103_max", 2.46, "issue 2701"),
+)
+
+
+def fitted(
+    profiles: Sequence[Profile], kernels: Mapping[str, Counted], grid: Iterable[float]
+) -> float:
+    """The handshake with the least sum of squared relative errors."""
+
+    def loss(handshake: float) -> float:
+        return sum(error(p, kernels, handshake) ** 2 for p in profiles)
+
+    return min(grid, key=loss)
+
+
+def error(profile: Profile, kernels: Mapping[str, Counted], handshake: float = HANDSHAKE) -> float:
+    """(modelled - published) / published, of cycles a tile."""
+    kernel = kernels[profile.kernel]
+    found = _replayed(kernel.name) if handshake == HANDSHAKE else replayed(kernel, handshake)
+    cycles = max(found.middle, *units(kernel).values())
+    return cycles / published_cycles(profile, kernels) - 1
