@@ -24,7 +24,7 @@ from ringfa4 import mask as masks
 from ringfa4.context import close_contexts, context_for
 from ringfa4.kernels.interface import KernelSpec
 from ringfa4.kernels.native import NativeKernel, Rows
-from ringfa4.launch import scaling, scaling_journal, scaling_rivals
+from ringfa4.launch import scaling, scaling_journal, scaling_rivals, scaling_runs
 from ringfa4.launch.bench import main
 from ringfa4.launch.peers import Alone
 from ringfa4.launch.scaling_journal import DIED, LATE_EXIT, Journal
@@ -355,6 +355,59 @@ def test_short_passes_are_made_in_a_row() -> None:
     two = Bench(**{**usual, "peers": SimpleNamespace(world=2)})  # type: ignore[arg-type]
     counts = [two.in_a_row(Problem(k << 10, 16, 16, "causal")) for k in (16, 64, 128, 256, 1024)]
     assert counts == [4, 4, 2, 1, 1]
+
+
+class _Scripted:
+    """A bench whose clock is given: seconds of each timed call, in order."""
+
+    device = torch.device("cpu")
+    directions = ("forward", "backward")
+
+    def __init__(self, taken: list[float], *, repeat: int, row_seconds: float, count: int) -> None:
+        self.taken, self.repeat, self.row_seconds, self.count = taken, repeat, row_seconds, count
+
+    def in_a_row(self, problem: Problem) -> int:
+        return self.count
+
+    def timed(self, call: Any) -> float:
+        call()
+        return self.taken.pop(0)
+
+    def most(self, x: float) -> float:
+        return x
+
+
+class _Counts:
+    """Every run has one span more than the one before."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def run(self, name: str, observer: Any) -> None:
+        self.runs += 1
+        observer.spans.extend([Span("compute", 0, 0.0, 1.0)] * self.runs)
+        observer.spans.append(Span("wait", 0, 0.0, 0.5))
+
+
+def test_the_median_repetition_is_reported_with_its_own_spans() -> None:
+    """Forward takes 10, 2, 6 s and backward 1 s each, for two calls in a row."""
+    bench = _Scripted([10, 1, 2, 1, 6, 1], repeat=3, row_seconds=100.0, count=2)
+    problem = Problem(64, 1, 1, "causal")
+    passes, lines = scaling_runs._repeat(bench, problem, _Counts())  # type: ignore[arg-type]
+    assert passes["forward"].seconds == [5, 1, 3] and passes["forward"].reported_s == 3
+    assert passes["backward"].seconds == [0.5] * 3
+    # Calls 9 and 10 of twelve are the forward pass of the third repetition, 11 and 12 backward.
+    assert passes["forward"].spans["compute"] == (9 + 10) / 2
+    assert passes["backward"].spans["compute"] == (11 + 12) / 2
+    assert passes["forward"].spans["standing"] == passes["forward"].spans["wait"] == 0.5
+    assert len(lines["backward"].spans) == 12 + 1, "a trace shows the last call alone"
+
+
+def test_long_rows_are_repeated_less_often() -> None:
+    bench = _Scripted([3, 5] * 4, repeat=4, row_seconds=10.0, count=1)
+    problem = Problem(64, 1, 1, "causal")
+    passes, _ = scaling_runs._repeat(bench, problem, _Counts())  # type: ignore[arg-type]
+    assert passes["forward"].seconds == [3, 3], "8 s after the first, 16 after the second"
 
 
 def test_rows_are_measured_by_all_ranks_alike() -> None:
