@@ -20,13 +20,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ringfa4.kernels.sm100 import instructions as ptx
-from ringfa4.kernels.sm100.specs import ROWS, Barriers, ForwardSpec, SharedMap
+from ringfa4.kernels.sm100.specs import ROW_BYTES, ROWS, Barriers, ForwardSpec, SharedMap
 from ringfa4.kernels.sm100.walk import Item, visits
 
 TMEM_COLUMNS = 512
 S, OUT = (0, 128), (256, 384)
 P, P_SCALES, V_SCALES = 0, 32, 36
 Q_SCALES, K_SCALES = 64, 72
+
+REFERENCE, SUM, TOP = 0, 8, 16
+"""Bytes in a row's words of shared memory: one, and two of two, for either half of the keys."""
 
 TINY = 2.0**-100
 """Least scale of a logit: 0 would make NaN of a masked one."""
@@ -94,6 +97,10 @@ class Block:
     def shared(self, offset: int, size: int = 0, index: Any = 0) -> Any:
         """Address of the ``index``-th of regions of ``size`` bytes."""
         return self.base + offset + index * size
+
+    def row(self, tile: Any, row: Any) -> Any:
+        """Address of a row's words."""
+        return self.shared(self.at.rows, ROW_BYTES, tile * ROWS + row)
 
     def tmem(self) -> Any:
         """The base of tensor memory."""

@@ -22,7 +22,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.arch import shuffle_sync, sync_warp
 
 from ringfa4.kernels.sm100 import instructions as ptx
-from ringfa4.kernels.sm100.block import OUT, Block
+from ringfa4.kernels.sm100.block import OUT, REFERENCE, SUM, Block
 from ringfa4.kernels.sm100.specs import LEAVE, MERGE, ROWS
 
 AHEAD = 4
@@ -50,22 +50,23 @@ def finish(block: Block, warp: Int32, lane: Int32) -> None:
         work += block.ctas
 
 
+@cute.jit
 def _stage(
-    block: Block, tile: Any, warp: Any, lane: Any, tmem: Any, parity: Any
-) -> tuple[Any, Any]:
+    block: Block, tile: Int32, warp: Int32, lane: Int32, tmem: Int32, parity: Int32
+) -> tuple[Float32, Float32]:
     """A tile's O into shared memory; the lane's row's reference and sum. Frees all three."""
     barriers, dv = block.barriers, block.spec.dv
     ptx.mbarrier_wait(block.barrier(barriers.o_full, tile), parity)
     ptx.after_thread_sync()
-    row = tile * ROWS + warp * 32 + lane
-    reference, total = ptx.load_shared(block.shared(block.at.rows, 8, row), 2)
+    row = block.row(tile, warp * 32 + lane)
+    reference = ptx.load_shared_float(row + REFERENCE)
+    total = ptx.add(*ptx.load_shared(row + SUM, 2))
     target = _row(block, warp, lane, Int32(0))
-    for column in range(0, dv, 16):
-        values = ptx.tmem_load(tmem + column, 16)
-        for n in range(4):
-            chunk = column // 4 + n
-            address = (target ^ (chunk % 8 * 16)) + chunk // 8 * 128
-            ptx.store_shared(address, *values[4 * n : 4 * n + 4])
+    for column in cutlass.range(0, dv, 32, unroll=1):  # eight chunks
+        values = ptx.tmem_load(tmem + column, 32)
+        for chunk in cutlass.range_constexpr(8):
+            address = (target ^ (chunk * 16)) + column * 4
+            ptx.store_shared(address, *values[4 * chunk : 4 * chunk + 4])
     ptx.before_thread_sync()
     sync_warp()
     ptx.arrive_once(block.barrier(barriers.o_empty, tile), lane)

@@ -3,12 +3,12 @@
 A thread block takes two tiles of 128 queries of one (batch row, head) at a time and walks the
 records of keys that they see; it is persistent, its works are w = block, block + grid, ...
 
-    warps  0 -  3   softmax of tile 0, a thread for each row        (softmax)
-           4 -  7   softmax of tile 1
-           8 - 11   O and the state                                 (epilogue)
-          12        products                                        (products)
-          13        copies into shared memory                       (loads)
-          14, 15    NaN of V out of records that mask something   (guard)
+    warps  0 -  7   softmax of tile 0, two threads for each row     (softmax)
+           8 - 15   softmax of tile 1
+          16 - 19   O and the state                                 (epilogue)
+          20        products                                        (products)
+          21        copies into shared memory                       (loads)
+          22, 23    NaN of V out of records that mask something     (guard)
 
 What each waits for is in :class:`ringfa4.kernels.sm100.specs.Barriers`, where what lies in shared
 memory in ``SharedMap`` there and in tensor memory in :mod:`ringfa4.kernels.sm100.block`.
@@ -34,14 +34,14 @@ from ringfa4.kernels.sm100.products import multiply
 from ringfa4.kernels.sm100.softmax import softmax
 from ringfa4.kernels.sm100.specs import ROWS, ForwardSpec
 
-SOFTMAX_REGISTERS, EPILOGUE_REGISTERS, OTHER_REGISTERS = 192, 96, 32
+SOFTMAX_REGISTERS, EPILOGUE_REGISTERS, OTHER_REGISTERS = 96, 64, 32
 
 
 class Forward:
     """Compile it with arguments of ``ForwardSpec.SIGNATURE`` and a stream."""
 
     def __init__(self, spec: ForwardSpec) -> None:
-        assert 2 * SOFTMAX_REGISTERS + EPILOGUE_REGISTERS + OTHER_REGISTERS == 4 * 128
+        assert 4 * SOFTMAX_REGISTERS + EPILOGUE_REGISTERS + OTHER_REGISTERS == 6 * 80
         self.spec = spec
 
     @cute.jit
@@ -142,30 +142,30 @@ class Forward:
             for n, arrivals in enumerate(block.barriers.arrivals):
                 ptx.mbarrier_init(block.barrier(n), arrivals)
             ptx.fence_mbarrier_init()
-        if warp == 12:
+        if warp == 20:
             ptx.tmem_alloc(block.shared(block.at.tmem_base), TMEM_COLUMNS)
         ptx.before_thread_sync()
         cute.arch.sync_threads()
         ptx.after_thread_sync()
-        if warp < 8:
+        if warp < 16:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            softmax(block, warp // 4, warp % 4)
-        elif warp < 12:
+            softmax(block, warp // 8, warp // 4 % 2, warp % 4)
+        elif warp < 20:
             cute.arch.setmaxregister_decrease(EPILOGUE_REGISTERS)
-            finish(block, warp - 8, lane)
+            finish(block, warp - 16, lane)
         else:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
-            if warp == 12:
+            if warp == 20:
                 with cute.arch.elect_one():
                     multiply(block)
-            elif warp == 13:
+            elif warp == 21:
                 with cute.arch.elect_one():
                     load(block)
             else:
-                guard(block, (warp - 14) * 32 + lane)
+                guard(block, (warp - 22) * 32 + lane)
         ptx.before_thread_sync()
         cute.arch.sync_threads()
-        if warp == 12:
+        if warp == 20:
             ptx.after_thread_sync()
             ptx.tmem_dealloc(block.tmem(), TMEM_COLUMNS)
 

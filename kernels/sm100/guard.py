@@ -20,7 +20,7 @@ from ringfa4.kernels.sm100.specs import ROWS
 from ringfa4.kernels.sm100.walk import Segment
 
 THREADS = 64
-NAMED_BARRIER = 1
+NAMED_BARRIER = 9
 
 
 @cute.jit

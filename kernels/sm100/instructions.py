@@ -126,10 +126,6 @@ def subtract_pair(x: Int64, y: Int64) -> Any:
     return _asm("sub.rn.f32x2 $0, $1, $2;", [Int64], x, y, pure=True)
 
 
-def add_pair(x: Int64, y: Int64) -> Any:
-    return _asm("add.rn.f32x2 $0, $1, $2;", [Int64], x, y, pure=True)
-
-
 def multiply_pair(x: Int64, y: Int64) -> Any:
     return _asm("mul.rn.f32x2 $0, $1, $2;", [Int64], x, y, pure=True)
 
@@ -163,26 +159,15 @@ def shift_add(x: Int32, by: int, y: Int32) -> Any:
     return _asm(code, [Int32], x, y, pure=True)
 
 
-def with_ones(code: Int32, predicate: Int32) -> Any:
-    """Lowest byte 255 where the predicate is not 0."""
-    return _asm(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; selp.b32 $0, 255, $1, p; }",
-        [Int32],
-        code,
-        predicate,
-        pure=True,
-    )
+def ones(predicate: Int32) -> Any:
+    """255 where the predicate is not 0, else 0."""
+    code = "{ .reg .pred p; setp.ne.s32 p, $1, 0; selp.b32 $0, 255, 0, p; }"
+    return _asm(code, [Int32], predicate, pure=True)
 
 
 def low_bytes(words: Sequence[Any]) -> Any:
-    """The lowest bytes of four words, the first lowest."""
-    return _asm(
-        "{ .reg .b32 lo, hi; prmt.b32 lo, $1, $2, 0x0040; prmt.b32 hi, $3, $4, 0x0040; "
-        "prmt.b32 $0, lo, hi, 0x5410; }",
-        [Int32],
-        *words,
-        pure=True,
-    )
+    """The lowest bytes of two words in the low half of one, the first lowest."""
+    return _asm("prmt.b32 $0, $1, $2, 0x0040;", [Int32], *words, pure=True)
 
 
 def nan_bytes(word: Int32) -> Any:
@@ -254,6 +239,18 @@ def lane() -> Any:
     return _asm("mov.u32 $0, %laneid;", [Int32])
 
 
+def wall() -> None:
+    """End a basic block: ptxas reorders within one, also what is volatile here.
+
+    A branch that is never taken, as a grid has blocks: an arrival or a fence stays before it.
+    """
+    _asm(
+        "{ .reg .pred p; .reg .b32 blocks; NEVER: mov.u32 blocks, %nctaid.x; "
+        "setp.eq.u32 p, blocks, 0; @p bra NEVER; }",
+        [],
+    )
+
+
 # Memory
 
 
@@ -306,6 +303,25 @@ def load_shared(address: Int32, count: int) -> Any:
     """``count`` (2 or 4) fp32 of shared memory."""
     names = ", ".join(f"${n}" for n in range(count))
     return _asm(f"ld.shared.v{count}.b32 {{{names}}}, [${count}];", [Float32] * count, address)
+
+
+def load_shared_float(address: Int32) -> Any:
+    return _asm("ld.shared.b32 $0, [$1];", [Float32], address)
+
+
+def load_shared_pair(address: Int32) -> Any:
+    """Two words of shared memory."""
+    return _asm("ld.shared.v2.b32 {$0, $1}, [$2];", [Int32] * 2, address)
+
+
+def store_shared_half(address: Int32, value: Int32) -> None:
+    """The low 16 bits."""
+    _asm(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, $1; st.shared.b16 [$0], low; }",
+        [],
+        address,
+        value,
+    )
 
 
 def load_shared_words(address: Int32) -> Any:

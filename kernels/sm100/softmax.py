@@ -20,20 +20,27 @@ keys.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.arch import sync_warp
+from cutlass.cute.arch import barrier, sync_warp
 
 from ringfa4.kernels.sm100 import instructions as ptx
-from ringfa4.kernels.sm100.block import OUT, Block, P, S
+from ringfa4.kernels.sm100.block import OUT, REFERENCE, SUM, TOP, Block, P, S
 from ringfa4.kernels.sm100.loads import advanced, slot_and_parity
 from ringfa4.kernels.sm100.specs import ATOM, ROWS
 from ringfa4.kernels.sm100.walk import Segment
 
 BLOCK = 32
+KEYS = 64
+"""Of a record, for each of a row's two threads."""
+
+PAIRS = 1
+"""The first of the named barriers at which the two warps of the same rows meet."""
+
 LAG = 8.0
 NOTHING = -(2.0**100)
 FLOOR = -119.0
@@ -49,8 +56,8 @@ POLYNOMIAL = (0.69511681, 0.22764487, 0.07706715)
 
 
 @cute.jit
-def softmax(block: Block, tile: Int32, warp: Int32) -> None:
-    """``warp`` of the tile's four: rows 32 warp ... of the tile."""
+def softmax(block: Block, tile: Int32, half: Int32, warp: Int32) -> None:
+    """``warp`` of the four with keys 64 ``half`` and on of a tile, 32 rows each."""
     barriers, slots = block.barriers, block.spec.slots
     tmem = block.tmem() + (warp << 21) + tile * ROWS
     full, done = block.barrier(barriers.s_full, tile), block.barrier(barriers.o_full, tile)
@@ -60,36 +67,35 @@ def softmax(block: Block, tile: Int32, warp: Int32) -> None:
     while work < block.works:
         item, _ = block.item(work)
         if tile < item.tiles:
-            reference, even, odd = Float32(NOTHING), Int64(0), Int64(0)
+            reference, sums = Float32(NOTHING), Int64(0)
             first = Int32(1)
             low = item.first + tile * ROWS + warp * 32
             for number in cutlass.range(item.seg0, item.seg1, unroll=1):
                 segment = Segment.read(block.segments, number, item.first, item.rows)
                 for t in cutlass.range(segment.t0, segment.t1, unroll=1):
-                    start = t * ROWS
                     ptx.mbarrier_wait(full, records)
                     records = records ^ 1
                     ptx.after_thread_sync()
+                    where = Where(tile, half, warp, tmem, low, t * ROWS + half * KEYS)
                     if segment.cuts(item, t):
                         slot, _ = slot_and_parity(position, slots)
-                        reference, even, odd = _record(
-                            block, segment, slot, start, low, tile, warp, tmem, first,
-                            reference, even, odd,
-                        )  # fmt: skip
+                        marks = block.shared(block.at.v_marks, 16, slot) + half * 8
+                        reference, sums = _record(
+                            block, where, segment, marks, first, reference, sums
+                        )
                     else:
-                        reference, even, odd = _record(
-                            block, None, None, start, low, tile, warp, tmem, first,
-                            reference, even, odd,
-                        )  # fmt: skip
+                        reference, sums = _record(block, where, None, None, first, reference, sums)
                     first = Int32(0)
                     position = advanced(position, slots)
             if first == 0:
                 ptx.mbarrier_wait(empty, items ^ 1)
                 items = items ^ 1
                 lane = ptx.lane()
-                total = ptx.add(*ptx.halves(ptx.add_pair(even, odd)))
-                row = (tile * 4 + warp) * 32 + lane
-                ptx.store_shared(block.shared(block.at.rows, 8, row), reference, total)
+                total = ptx.add(*ptx.halves(sums))
+                row = block.row(tile, warp * 32 + lane)
+                ptx.store_shared(row + SUM + half * 4, total)
+                if half == 0:
+                    ptx.store_shared(row + REFERENCE, reference)
                 sync_warp()
                 ptx.arrive_once(done, lane)
         else:
@@ -97,68 +103,97 @@ def softmax(block: Block, tile: Int32, warp: Int32) -> None:
         work += block.ctas
 
 
+@dataclass(frozen=True)
+class Where:
+    """A warp's part of a record: rows from ``low`` on, keys from ``start`` on, of their chunks."""
+
+    tile: Int32
+    half: Int32
+    warp: Int32
+    tmem: Int32
+    low: Int32
+    start: Int32
+
+
 @cute.jit
 def _record(
-    block: Block, segment: Any, slot: Any, start: Int32, low: Int32, tile: Int32, warp: Int32,
-    tmem: Int32, first: Int32, reference: Float32, even: Int64, odd: Int64,
-) -> tuple[Float32, Int64, Int64]:  # fmt: skip
-    """S of one record, of keys from ``start`` on, to P and its scales.
+    block: Block, where: Where, segment: Any, marks: Any,
+    first: Int32, reference: Float32, sums: Int64,
+) -> tuple[Float32, Int64]:  # fmt: skip
+    """A warp's part of S to P and its scales.
 
-    ``segment`` and the slot of V: None where all rows of the item see all of it. The warp's rows
-    are those from ``low`` on. Returns the row's reference and two pairs of partial sums.
+    ``segment`` and the address of V's marks: None where all rows of the item see all of the record.
+    Returns the row's reference and a pair of partial sums.
     """
     lane = ptx.lane()  # read again for each record, so that what follows from it holds no registers
+    tile, half, warp = where.tile, where.half, where.warp
     c = block.exponent
-    region = tmem + S[0]
-    logits = ptx.tmem_load(region, ROWS)
+    logits = ptx.tmem_load(where.tmem + (half * KEYS + S[0]), KEYS)
     ptx.before_thread_sync()
+    sync_warp()
     ptx.arrive_once(block.barrier(block.barriers.s_loaded, tile), lane)
+    ptx.wall()
     if cutlass.const_expr(segment is not None):
-        j0, j1 = segment.seen_by(low + lane, 1)
+        j0, j1 = segment.seen_by(where.low + lane, 1)
         masks = [
-            ptx.low_ones(j1 - start - n) & ~ptx.low_ones(j0 - start - n)
-            for n in range(0, ROWS, BLOCK)
+            ptx.low_ones(j1 - where.start - n) & ~ptx.low_ones(j0 - where.start - n)
+            for n in range(0, KEYS, BLOCK)
         ]
+        bad = [m & mark for m, mark in zip(masks, ptx.load_shared_pair(marks), strict=True)]
+        spoilt = ptx.low_bytes([ptx.ones(x) for x in bad])  # scales of NaN
         logits = [ptx.keep(x, masks[n // BLOCK], n % BLOCK) for n, x in enumerate(logits)]
-    tops = [_ceiling(logits[n : n + BLOCK], c) for n in range(0, ROWS, BLOCK)]
-    top = ptx.maximum(ptx.maximum(*tops[:3]), tops[3])
+    tops = [_ceiling(logits[n : n + BLOCK], c) for n in range(0, KEYS, BLOCK)]
+    own = ptx.maximum(*tops)
+    row = block.row(tile, warp * 32 + lane)
+    ptx.store_shared(row + TOP + half * 4, own)
+    barrier(barrier_id=PAIRS + tile * 4 + warp, number_of_threads=64)
+    top = ptx.maximum(own, ptx.load_shared_float(row + TOP + (half ^ 1) * 4))
     moves = ptx.greater(top, ptx.add_constant(reference, LAG))
     if ptx.any_lane(moves) != 0:
         new = ptx.select(moves, top, reference)
         factor = ptx.exp2(ptx.subtract(reference, new))
         factors = ptx.pair(factor, factor)
-        even, odd = ptx.multiply_pair(even, factors), ptx.multiply_pair(odd, factors)
+        sums = ptx.multiply_pair(sums, factors)
         reference = new
         if first == 0:
-            _rescale(tmem + OUT[0], factors, block.spec.dv)
+            columns = block.spec.dv // 2
+            _rescale(where.tmem + (OUT[0] + half * columns), factors, columns)
     floor = ptx.add_constant(reference, FLOOR)
     tops = [ptx.maximum(x, floor) for x in tops]
-    codes = [ptx.bits(ptx.add_constant(ptx.subtract(x, reference), CODE - FLOOR)) for x in tops]
-    scales = codes
+    codes = [_code(x, reference) for x in tops]
+    scales = ptx.low_bytes(codes)
     if cutlass.const_expr(segment is not None):
-        marks = ptx.load_shared_words(block.shared(block.at.v_marks, 16, slot))
-        scales = [
-            ptx.with_ones(code, mask & mark)
-            for code, mask, mark in zip(codes, masks, marks, strict=True)
-        ]
-    address = block.shared(block.at.p_scales, ATOM, tile) + lane * 16 + warp * 4
-    ptx.store_shared(address, ptx.low_bytes(scales))
+        scales = scales | spoilt
+    address = block.shared(block.at.p_scales, ATOM, tile) + lane * 16 + warp * 4 + half * 2
+    ptx.store_shared_half(address, scales)
     ptx.fence_proxy_async()
-    for n in cutlass.range_constexpr(ROWS // BLOCK):
-        weight = ptx.from_bits(ptx.shift_left(codes[n], 23))
-        weights = ptx.pair(weight, weight)
-        values = _exponentials(logits[n * BLOCK : (n + 1) * BLOCK], c, tops[n], block.spec.emulated)
-        words = []
-        for m in cutlass.range_constexpr(0, BLOCK, 4):
-            even = ptx.fma_pair(ptx.pair(*values[m : m + 2]), weights, even)
-            odd = ptx.fma_pair(ptx.pair(*values[m + 2 : m + 4]), weights, odd)
-            words.append(ptx.to_e4m3(values[m : m + 4]))
-        ptx.tmem_store(region + (P + 8 * n), words)
+    ptx.wall()
+    target = where.tmem + (half * (KEYS // 4) + S[0] + P)
+    values = _exponentials(logits[:BLOCK], c, tops[0], block.spec.emulated)
+    ptx.tmem_store(target, [ptx.to_e4m3(values[m : m + 4]) for m in range(0, BLOCK, 4)])
+    sums = _added(values, codes[0], sums)
+    values = _exponentials(logits[BLOCK:], c, tops[1], block.spec.emulated)
+    ptx.tmem_store(target + 8, [ptx.to_e4m3(values[m : m + 4]) for m in range(0, BLOCK, 4)])
     ptx.tmem_wait_stores()
     ptx.before_thread_sync()
     sync_warp()
     ptx.arrive_once(block.barrier(block.barriers.p_ready, tile), lane)
-    return reference, even, odd
+    ptx.wall()
+    return reference, _added(values, codes[1], sums)
+
+
+def _added(values: list[Any], code: Any, sums: Any) -> Any:
+    """A pair of partial sums and a block's values times its scale."""
+    weight = ptx.from_bits(ptx.shift_left(code, 23))
+    weights = ptx.pair(weight, weight)
+    for n in range(0, BLOCK, 2):
+        sums = ptx.fma_pair(ptx.pair(*values[n : n + 2]), weights, sums)
+    return sums
+
+
+def _code(top: Any, reference: Any) -> Any:
+    """E8M0 code top - 8 - reference + 127 in the low byte; its shift by 23 is the scale in fp32."""
+    return ptx.bits(ptx.add_constant(ptx.subtract(top, reference), CODE - FLOOR))
 
 
 def _ceiling(logits: list[Any], c: Any) -> Any:
@@ -170,13 +205,16 @@ def _ceiling(logits: list[Any], c: Any) -> Any:
     return ptx.add_constant(ptx.fma_up(top, c, ROUND), -ROUND)
 
 
-def _rescale(output: Any, factors: Any, dv: int) -> None:
-    """O of the warp's rows times a factor each. No product writes it now: S was committed after."""
-    step = 8
-    for column in range(0, dv, step):
-        values = ptx.tmem_load(output + column, step)
+@cute.jit
+def _rescale(output: Int32, factors: Int64, columns: cutlass.Constexpr) -> None:
+    """O of the warp's rows times a factor each. No product writes it now: S was committed after.
+
+    A loop, as it happens seldom and few registers are free.
+    """
+    for column in cutlass.range(0, columns, 16, unroll=1):
+        values = ptx.tmem_load(output + column, 16)
         scaled: list[Any] = []
-        for n in range(0, step, 2):
+        for n in cutlass.range_constexpr(0, 16, 2):
             scaled += ptx.halves(ptx.multiply_pair(ptx.pair(*values[n : n + 2]), factors))
         ptx.tmem_store(output + column, [ptx.bits(x) for x in scaled])
 

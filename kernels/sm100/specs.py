@@ -32,6 +32,9 @@ EMULATED = {"sm_100a": 8, "sm_103a": 0}
 LEAVE, WRITE, MERGE = 0, 1, 2
 """Modes of a row of the state: untouched, written (not read), merged into."""
 
+ROW_BYTES = 24
+"""What softmax keeps of a row in shared memory: its reference, sums and maxima."""
+
 SHARED_LIMIT = 227 * 1024
 """Dynamic shared memory that a thread block can have on SM100."""
 
@@ -73,7 +76,7 @@ class ForwardSpec:
     PARAMETERS: ClassVar[str] = "128s" * 3 + "q" * 7 + "ii" + "q" * 11 + "if"
     """The same as a format of :mod:`struct`, the maps first."""
 
-    THREADS: ClassVar[int] = 512
+    THREADS: ClassVar[int] = 768
 
     dk: int
     dv: int
@@ -125,7 +128,7 @@ class SharedMap:
 
     What swizzled copies write begins at a multiple of 1024. ``q`` and its scales hold two tiles,
     ``k`` and ``v`` and theirs ``slots`` records, ``p_scales`` an atom for each tile, ``rows`` the
-    (reference, sum) of each row of two tiles, ``staging`` a tile of O, ``v_marks`` a bit for each
+    words of each row of two tiles, ``staging`` a tile of O, ``v_marks`` a bit for each
     token of a slot of V.
     """
 
@@ -147,7 +150,7 @@ class SharedMap:
     def of(cls, spec: ForwardSpec) -> SharedMap:
         n, atoms = spec.slots, ATOM * spec.k_atoms
         sizes = [2 * ROWS * spec.dk, n * ROWS * spec.dk, n * ROWS * spec.dv, ROWS * spec.dv * 4]
-        sizes += [2 * atoms, n * atoms, n * ATOM, 2 * ATOM, 2 * ROWS * 8, 16 * n]
+        sizes += [2 * atoms, n * atoms, n * ATOM, 2 * ATOM, 2 * ROWS * ROW_BYTES, 16 * n]
         sizes += [-(-8 * Barriers.of(n).count // 16) * 16, 16]
         offsets = [0]
         for size in sizes:
@@ -197,5 +200,5 @@ class Barriers:
     def arrivals(self) -> list[int]:
         """How many complete a phase, barrier by barrier."""
         slots = self.count - self.v_clean
-        tiles = [1] * 6 + [4] * 4 + [5] * 2 + [4] * 2
+        tiles = [1] * 6 + [8] * 4 + [9] * 2 + [4] * 2
         return tiles + [1] * (3 * slots) + [3] * slots + [1] * slots
