@@ -1,6 +1,7 @@
 """One timeline of all ranks, in Chrome's trace format: for ui.perfetto.dev or chrome://tracing.
 
-    process "rank r" (pid r)    rows call, agree, encode, fetch, wait, compute, merge (tid 0..6)
+    process "rank r" (pid r)    rows call, agree, encode, fetch, wait, compute, merge (tid 0..6);
+                                on GPUs "GPU compute", "GPU copies" .. (launch/gpu_trace.py)
     slice                       one span: name its kind and step, args owner, records, bytes, pairs
     arrow "kv"                  publish of the owner  ->  wait of the rank that read from it
     arrow "dkv"                 grads of the sender   ->  reduce of the owner
@@ -13,8 +14,8 @@ is shifted by the median difference of what both read when they leave a barrier:
 time that a small message takes.
 
 Everything happens after the run: ranks turn their spans into events and gather them as JSON bytes,
-over the ring's own transport. Left out: GPU times, for which there is torch.profiler, and the time
-that bytes are under way, which nobody on the host sees; it ends in or before the wait.
+over the ring's own transport. Left out: the time that bytes are under way between hosts, which
+nobody on the host sees; it ends in or before the wait.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import json
 import platform
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,7 @@ from typing import Any
 import torch
 
 from ringfa4.context import Context
+from ringfa4.launch.gpu_trace import Row
 from ringfa4.ring import Ring
 from ringfa4.trace import Span
 from ringfa4.wire import Direction
@@ -62,6 +65,8 @@ class Call:
     direction: Direction
     ring: Ring
     spans: Sequence[Span]
+    gpu: Sequence[Row] = ()
+    """Of all ranks of this process, with one of them."""
 
 
 def events(call: Call) -> Iterator[Event]:
@@ -102,6 +107,14 @@ def events(call: Call) -> Iterator[Event]:
             bind = {"bp": "e"} if ph == "f" else {}
             name = f"{call.name}/{what}/{owner}/{t}"
             yield {"name": what, "cat": what, "ph": ph, "id": name, **where, **bind}
+    rows: Counter[int] = Counter()
+    for row in call.gpu:
+        tid = len(ROWS) + rows[row.rank]
+        rows[row.rank] += 1
+        yield _meta("thread_name", row.rank, {"name": row.name}, tid)
+        yield _meta("thread_sort_index", row.rank, {"sort_index": tid}, tid)
+        for what, start, stop in row.spans:
+            yield _slice(row.rank, tid, what, start, stop, {})
 
 
 def _slice(pid: int, tid: int, name: str, start: float, stop: float, args: Event) -> Event:
@@ -163,9 +176,9 @@ def document(runs: Iterable[Sequence[Part]]) -> dict[str, Any]:
     for parts in runs:
         for part in parts:
             shift = 1e6 * offset(parts[0], part)
-            found += [{**event, "ts": event["ts"] - shift} for event in part.events]
-    origin = min(event["ts"] for event in found)
-    found = [{**event, "ts": event["ts"] - origin} for event in found]
+            found += [_moved(event, shift) for event in part.events]
+    origin = min(event["ts"] for event in found if "ts" in event)
+    found = [_moved(event, origin) for event in found]
     names = []
     for rank in sorted({event["pid"] for event in found}):
         names.append(_meta("process_name", rank, {"name": f"rank {rank}"}))
@@ -174,6 +187,10 @@ def document(runs: Iterable[Sequence[Part]]) -> dict[str, Any]:
             names.append(_meta("thread_name", rank, {"name": row}, tid))
             names.append(_meta("thread_sort_index", rank, {"sort_index": tid}, tid))
     return {"displayTimeUnit": "ms", "traceEvents": names + found}
+
+
+def _moved(event: Event, earlier: float) -> Event:
+    return {**event, "ts": event["ts"] - earlier} if "ts" in event else event
 
 
 def offset(first: Part, part: Part) -> float:

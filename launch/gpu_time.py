@@ -32,11 +32,15 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A kernel or copy: its name, and when it ran (ns)."""
+    """A kernel or copy: its name, when it ran (ns), on which stream, and which thread launched it
+    (0: unknown), as the profiler numbers them.
+    """
 
     name: str
     start: int
     stop: int
+    stream: int = 0
+    thread: int = 0
 
 
 def kind_of(name: str) -> str:
@@ -45,9 +49,21 @@ def kind_of(name: str) -> str:
 
 def ran(profile: Any) -> list[Ran]:
     """What ran on the GPU during a ``torch.profiler.profile`` that was stopped."""
+    events = profile.profiler.kineto_results.events()
+    launches = {
+        event.correlation_id(): event.device_resource_id() & 0xFFFFFFFF
+        for event in events
+        if event.device_type() == DeviceType.CPU and event.correlation_id()
+    }
     return [
-        Ran(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
-        for event in profile.profiler.kineto_results.events()
+        Ran(
+            event.name(),
+            event.start_ns(),
+            event.start_ns() + event.duration_ns(),
+            event.device_resource_id(),
+            launches.get(event.correlation_id(), 0),
+        )
+        for event in events
         if event.device_type() == DeviceType.CUDA and not event.is_user_annotation()
     ]
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringfa4.launch.gpu_time import KINDS, Ran, kind_of, shares, table
+from ringfa4.launch.gpu_trace import rows_of
 
 
 def test_names_of_kernels_have_their_kind() -> None:
@@ -52,3 +53,24 @@ def test_shares_add_up_to_the_wall_clock(given: list[tuple[tuple[str, int], int]
     times = shares(events)
     assert sum(seconds for seconds, _ in times.values()) == pytest.approx(wall * 1e-9)
     assert sum(count for _, count in times.values()) == len(events)
+
+
+def test_rows_of_virtual_ranks_are_told_apart_by_thread_and_stream() -> None:
+    """Rank 3's thread is 30, rank 5's is 50; a thread nobody knows is left out."""
+    events = [
+        Ran("flash_fwd", 2_000, 3_000, stream=7, thread=30),
+        Ran("Memcpy DtoD", 1_500, 2_500, stream=8, thread=30),
+        Ran("Memcpy DtoD", 2_500, 2_600, stream=9, thread=30),
+        Ran("flash_fwd", 3_000, 4_000, stream=20, thread=50),
+        Ran("flash_fwd", 3_500, 4_000, stream=1, thread=99),
+    ]
+    rows = rows_of(events, {30: 3, 50: 5}, shift_ns=1_000)
+    assert [(row.rank, row.name) for row in rows] == [
+        (3, "GPU compute"),
+        (3, "GPU copies"),
+        (3, "GPU copies 2"),
+        (5, "GPU compute"),
+    ]
+    assert rows[0].spans == [("flash_fwd", pytest.approx(1e-6), pytest.approx(2e-6))]
+    (alone,) = rows_of(events[-1:], {30: 3}, shift_ns=0)
+    assert (alone.rank, alone.name) == (3, "GPU compute")  # launched by a thread of autograd, say
