@@ -18,6 +18,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ from ringfa4.context import Context
 from ringfa4.launch.checks import Checker, Tensors, Verdict
 from ringfa4.launch.chrome_trace import Call, document, gather
 from ringfa4.launch.console import Console, Progress
+from ringfa4.launch.gpu_trace import Row, Timeline
 from ringfa4.launch.options import Options
 from ringfa4.launch.peers import Peers
 from ringfa4.launch.probes import Idle, Paced
@@ -174,6 +176,8 @@ class _Measure:
         self.watch = watch
         self.passes: dict[str, Pass] = {}
         self.calls: list[Call] = []
+        self._gpu: list[Row] = []
+        """What the GPU did in the last pass, of all ranks of this process, on one of them."""
 
     def __call__(self, ring: Ring, name: Direction, call: Callable[[Ring, Observer], T]) -> T:
         """``call(ring, observer)`` --repeat times, the last result; then the transfers alone."""
@@ -186,7 +190,7 @@ class _Measure:
             # On a GPU calls return before they have computed; there is nothing to pace.
             paced = replace(ring, kernel=Paced(ring.kernel, progress.add)) if on_host else ring
             seconds, recorder, result = self._timed(what, paced, call)
-            self.calls.append(Call(what, name, ring, recorder.spans))
+            self.calls.append(Call(what, name, ring, recorder.spans, self._gpu))
             moving = self._moving(recorder)
             if seconds < best:
                 best, waited = seconds, moving
@@ -214,14 +218,20 @@ class _Measure:
         self, what: str, ring: Ring, call: Callable[[Ring, Observer], T]
     ) -> tuple[float, Recorder, T]:
         """(seconds of the slowest rank, this rank's spans, result)."""
-        recorder = Recorder(self.watch(what))
-        self.peers.barrier()
-        start = time.perf_counter()
-        result = call(ring, recorder)
-        if ring.context.device.type == "cuda":
-            torch.cuda.synchronize(ring.context.device)
-        seconds = time.perf_counter() - start
-        slowest = self.peers.max(torch.tensor(seconds, dtype=torch.float64)).item()
+        recorder, device = Recorder(self.watch(what)), ring.context.device
+        on_gpu = device.type == "cuda"
+        timeline = Timeline(ring.rank, device) if on_gpu and self.options.trace else None
+        with timeline or nullcontext():
+            self.peers.barrier()
+            start = time.perf_counter()
+            result = call(ring, recorder)
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            seconds = time.perf_counter() - start
+            slowest = self.peers.max(torch.tensor(seconds, dtype=torch.float64)).item()
+        if timeline is not None:
+            self._gpu = timeline.rows
+            self.peers.barrier()
         return slowest, recorder, result
 
     def _moving(self, recorder: Recorder) -> float:
