@@ -41,19 +41,19 @@ SLEEP_S = 0.002
 
 def sizes(world: int, name: str) -> list[int]:
     """Shards of very different lengths; of "empty", rank 0 owns nothing."""
-    first = {"lopsided": 260, "empty": 0}[name]
-    return [first, *(3 + 70 * rank for rank in range(1, world))]
+    first = {"lopsided": 140, "empty": 0}[name]
+    return [first, *(3 + 40 * rank for rank in range(1, world))]
 
 
 PROBLEMS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "causal": lambda world: {"mask": masks.causal(150 * world)},
-    "full": lambda world: {"mask": masks.full(150 * world)},
+    "causal": lambda world: {"mask": masks.causal(80 * world)},
+    "full": lambda world: {"mask": masks.full(80 * world)},
     "window": lambda world: {
-        "mask": masks.window(300 * world, left=40),
+        "mask": masks.window(150 * world, left=40),
         "options": {"sharding": "contiguous"},
     },
     "documents": lambda world: {
-        "mask": masks.documents([0, 40, 233, 300 * world]),
+        "mask": masks.documents([0, 40, 133, 150 * world]),
         "options": {"sharding": "balanced"},
     },
     **{
@@ -95,7 +95,7 @@ def exact_ring(rank: int, transport: Transport, control: Control, *, problem: st
     seen = 0
     for name, tensor in got.items():
         here, truth = _owned(tensor), want[name].cpu()
-        # Sums of up to 1,000 products in fp64: 2^-53 * sqrt(1000) relative, with room for exp.
+        # Sums of up to 600 products in fp64: 2^-53 * sqrt(600) relative, with room for exp.
         assert torch.allclose(tensor[here], truth[here], rtol=1e-11, atol=1e-11), name
         seen += int(here.sum())
     return seen

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_the_ring_between_processes() -> None:
-    jobs = ring_jobs(calls=40, late_calls=10)
+    jobs = ring_jobs(calls=30, late_calls=6)
     told = run_processes("torch_p2p", 2, jobs)
     check(told, jobs)
     rows = [[line.value for line in lines if line.body == "exact_ring"] for lines in told]
