@@ -167,11 +167,17 @@ class Ring:
             self._gang = Gang(self.shape)
         return self._gang
 
+    @property
+    def running(self) -> bool:
+        """Whether there are ranks."""
+        return self._gang is not None and not self._gang.closed
+
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """``fn(*args, **kwargs)`` in every rank; values by rank. See :meth:`Gang.run`."""
         return self.gang.run(fn, *args, **kwargs)
 
     def close(self) -> None:
+        """End the ranks, if there are any; another run starts new ones."""
         if self._gang is not None:
             self._gang.close(leave=True)
 

@@ -135,6 +135,7 @@ class Gang:
         shape.require_valid()
         self.shape, self.closed = shape, False
         self.places: list[Place] = []
+        self.port = 0
         self._actors: list[Any] = []
         self._group: PlacementGroup | None = None
         try:
@@ -243,11 +244,11 @@ class Gang:
         self._actors = [self._actors[i] for i in order]
         self.places = [places[i] for i in order]
         master = self.places[0].address
-        port = self._ask(self._actors[:1], "host", [(shape.port,)])[0]
+        self.port = self._ask(self._actors[:1], "host", [(shape.port,)])[0]
         self._all(
             "join",
             [
-                (rank, shape.ranks, local, master, port, shape.timeout_s)
+                (rank, shape.ranks, local, master, self.port, shape.timeout_s)
                 for rank, local in enumerate(local_ranks(self.places))
             ],
         )
@@ -324,14 +325,10 @@ class Gang:
         return diagnose(outcomes, self.places, last, dead)
 
     def _await_burial(self) -> None:
-        """Until no killed rank answers, and those on this machine are no process any more."""
-        deadline = time.monotonic() + BURIAL_S
-        calls = [actor.where.remote(0) for actor in self._actors]
-        for call in calls:
-            with suppress(RayError):
-                ray.get(call, timeout=max(deadline - time.monotonic(), 0))
+        """Until the killed ranks of this machine are no processes any more."""
         here = {n["NodeID"] for n in ray.nodes() if n["NodeManagerHostname"] == platform.node()}
         pids = [p.pid for p in self.places if p.node in here]
+        deadline = time.monotonic() + BURIAL_S
         while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
             time.sleep(0.02)
 

@@ -130,10 +130,7 @@ class Rank:
         return seat_of(torch.device(self._device)).fabric or self._node
 
     def host(self, first_port: int) -> int:
-        """Opens the group's store; its port, one of :data:`PORTS` from ``first_port`` on (0: any).
-
-        ValueError when all of them are taken.
-        """
+        """Opens the group's store; its port. ValueError as :func:`bind`."""
         bound = bind(self._address, first_port)
         port: int = bound.getsockname()[1]
         self._store = _tcp_store(self._address, port, is_master=True, fd=bound.detach())
@@ -243,7 +240,10 @@ def _tcp_store(address: str, port: int, *, is_master: bool, fd: int | None = Non
 
 
 def bind(address: str, first_port: int) -> socket.socket:
-    """A listening socket on the first free port of ``address`` from ``first_port`` on; 0: any."""
+    """A listening socket on the first free port of ``address`` from ``first_port`` on; 0: any.
+
+    ValueError when :data:`PORTS` of them are taken.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     last = first_port if first_port == 0 else min(first_port + PORTS - 1, 65535)
     for port in range(first_port, last + 1):

@@ -26,11 +26,11 @@ from ringfa4.launch import table
 from ringfa4.launch.console import Console
 from ringfa4.launch.options import Options, options_of, ring_parser, typed
 from ringfa4.launch.ray_cluster import RankFailed, Ring, ring_cluster
-from ringfa4.launch.ray_rank import WHEREABOUTS, printed
+from ringfa4.launch.ray_job import job
 from ringfa4.launch.ring import conclude, stream_for_people
-from ringfa4.launch.runs import Report, run_rank
+from ringfa4.launch.runs import Report
 from ringfa4.launch.workload import build
-from ringfa4.launch.world import exit_code, in_group, require_folders
+from ringfa4.launch.world import exit_code, require_folders
 
 EPILOG = """\
 examples:
@@ -177,14 +177,6 @@ class Relay:
         """A failure may leave a line of progress open."""
         if self.last != "\n":
             self("\n")
-
-
-def job(options: Options, device: str) -> Report:
-    """What a rank runs."""
-    work = build(options, device)
-    with in_group(options.transport, options.timeout) as (context, peers):
-        console = Console(printed(), speaks=peers.rank == 0)
-        return run_rank(options, work, context, peers, console, WHEREABOUTS.watch)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,10 +18,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from distributed.faults_work import cycles
 from distributed.ring_work import ring
 from rings import Case
 
 from ringfa4 import ContextParallel
+from ringfa4.comm import reach
+from ringfa4.comm.control import open_control
 from ringfa4.errors import MissingLibraryError
 from ringfa4.launch.options import Options
 from ringfa4.launch.ray_rank import WHEREABOUTS
@@ -73,9 +77,20 @@ def commit(deed: str) -> None:
         raise AssertionError(deed)
 
 
-def fails(culprit: int, direction: str, kind: str, step: int, deed: str) -> None:
+TIMEOUT_S = 30.0
+"""How long ranks wait where nobody is late."""
+
+
+def fails(
+    culprit: int,
+    direction: str,
+    kind: str,
+    step: int,
+    deed: str,
+    timeout_s: float = TIMEOUT_S,
+) -> None:
     """Forward and backward of one full attention; rank ``culprit`` does ``deed`` in mid-call."""
-    cp = ContextParallel(seq_len=64 * dist.get_world_size(), mask="full", timeout_s=TIMEOUT_S)
+    cp = ContextParallel(seq_len=64 * dist.get_world_size(), mask="full", timeout_s=timeout_s)
     x = torch.ones(1, 64, 1, 32)
     made = cp.problem.ring(x, x, x, backward=True)
 
@@ -87,9 +102,6 @@ def fails(culprit: int, direction: str, kind: str, step: int, deed: str) -> None
     out, lse = forward(made, x, x, x, scale=1.0, observer=watch("forward"))
     backward(made, x, x, x, out, lse, x, scale=1.0, observer=watch("backward"))
     raise AssertionError("the call ended although a rank was not there")
-
-
-TIMEOUT_S = 4.0
 
 
 def another_plan() -> None:
@@ -104,10 +116,41 @@ def unfit() -> None:
 
 def job_that_fails_once(options: Options, device: str) -> Report:
     """The job of ray_ring.py; the first attempt loses rank 1."""
-    from ringfa4.launch.ray_ring import job
+    from ringfa4.launch.ray_job import job
 
     first = Path(os.environ["RINGFA4_TEST"])
     if dist.get_rank() == 1 and not first.exists():
         first.touch()
         commit("kill")
     return job(options, device)
+
+
+def sleeps(seconds: float) -> None:
+    """Ranks that meet nobody: only Ray can tell that one is gone."""
+    time.sleep(seconds)
+
+
+def different_domains() -> None:
+    """GPUs are made up: ranks 0 and 1 in one rack's NVLink domain, ranks 2 and 3 in another's."""
+    rank = dist.get_rank()
+    host = f"node-{rank // 2}"
+    seat = reach.Seat(host, f"boot-{host}", f"{rank}" * 8, f"rack-{rank // 2}/0", mps=False)
+    available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
+    visible, torch.cuda.device_count = torch.cuda.device_count, lambda: 0
+    seat_of, reach.seat_of = reach.seat_of, lambda device: seat
+    control = open_control(dist.group.WORLD, TIMEOUT_S)
+    try:
+        reach.require_reachable(control, torch.device("cuda"), "symm_mem")
+    finally:
+        control.close()
+        torch.cuda.is_available, torch.cuda.device_count = available, visible
+        reach.seat_of = seat_of
+
+
+@contextmanager
+def nothing(address: str) -> Iterator[None]:
+    """In place of a connection that this process has already."""
+    yield
+
+
+__all__ = ["cycles"]
