@@ -63,6 +63,7 @@ class Options:
     sharding: str
     wire: str | None
     precondition: str
+    domains: int | None
     kernel: str
     transport: str
     dtype: str | None
@@ -95,6 +96,16 @@ def typed(parse: Callable[[str], object], at_least: int | None = None) -> Callab
         return value
 
     return convert
+
+
+def add_domains_option(group: argparse._ArgumentGroup) -> None:
+    """``--domains``, of every command that plans."""
+    group.add_argument(
+        "--domains",
+        type=typed(parse_size, 1),
+        metavar="N",
+        help="N NVLink domains of neighbouring ranks; K/V cross once into each (default: none)",
+    )
 
 
 def add_mask_options(parser: argparse.ArgumentParser) -> None:
@@ -151,6 +162,7 @@ def ring_parser(prog: str = "ring.py", epilog: str = EPILOG) -> Parser:
     how.add_argument(
         "--precondition", metavar="NAME", default="none", help="none, hadamard, k-mean or both"
     )
+    add_domains_option(how)
     how.add_argument("--kernel", metavar="NAME", default="auto")
     how.add_argument("--transport", metavar="NAME", default="auto")
     how.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")

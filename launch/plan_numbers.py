@@ -1,8 +1,9 @@
 """A plan in numbers: pairs and bytes of every rank in every step.
 
     step t of rank r:   pairs   (query, key) pairs that the mask allows, over batch rows, per head
-                        bytes   records read from the owner, at the wire's bytes a record
-                        returns dK/dV of the same records to the owner, in fp32 (fp64 for fp64)
+                        bytes   records read from the source, at the wire's bytes a record
+                        carried records brought over for the domain, where the topology has several
+                        returns dK/dV of the same records to the source, in fp32 (fp64 for fp64)
 
 Integers only, from :mod:`ringfa4.plan`; neither torch nor numpy, so a laptop plans for a cluster.
 The bytes of a record are written down once more here, from the layouts that
@@ -13,14 +14,15 @@ Left out: time. What a byte and a pair cost is the machine's business; the ratio
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from ringfa4.mask import Mask, document_cuts
 from ringfa4.mx.formats import ATOM, BLOCK
-from ringfa4.plan import Plan
+from ringfa4.plan import Plan, RecordRange
 from ringfa4.shard import RECORD, Sharding
+from ringfa4.topology import Topology
 
 PLAIN_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 """Wires that carry the input dtype as it is: bytes of an element."""
@@ -80,21 +82,57 @@ def gradient_bytes(wire: str, shape: Shape) -> int:
 class Work:
     """One step of one rank; step 0 is its own K/V, which it need not read.
 
-    ``rows`` are the query rows that its tasks span: what a merge passes over.
+    ``rows`` are the query rows that its tasks span: what a merge passes over. ``read`` are bytes
+    read from ``source``, except where they were ``carried``, for the domain, from the owner.
+    ``returned`` go to ``taker``: in turn 0 of a lap, the sum of the lap before.
     """
 
     owner: int
+    source: int
     pairs: int
     tasks: int
     rows: int
     records: int
     read: int
+    carried: int
     returned: int
+    taker: int | None
+
+
+def _work(plan: Plan, rank: int, t: int, rows: int, record: int, back: int) -> Work:
+    """Step ``t`` of ``rank``; ``back`` 0 in forward."""
+    tally, (lap, turn) = plan.tally(rank, t), plan.lap(t)
+    own = t == 0 or (lap and turn == 0)
+    given = plan.returns(rank, t) if back and t else None
+    return Work(
+        owner=plan.owner(rank, t),
+        source=plan.source(rank, t),
+        pairs=tally.area * rows,
+        tasks=tally.tasks,
+        rows=tally.rows * rows,
+        records=tally.records,
+        read=0 if own else tally.records * record,
+        carried=_count(plan.carried(rank, lap)) * record if lap and turn == 0 else 0,
+        returned=_count(given.ranges) * back if given else 0,
+        taker=given.peer if given else None,
+    )
+
+
+def _last_return(plan: Plan, rank: int, back: int) -> Work:
+    """After the last step: the sum of the last lap goes home."""
+    given = plan.returns(rank, plan.world)
+    returned, taker = (0, None) if given is None else (_count(given.ranges) * back, given.peer)
+    return Work(rank, rank, 0, 0, 0, 0, 0, 0, returned, taker)
+
+
+def _count(ranges: Iterable[RecordRange]) -> int:
+    return sum(len(r) for r in ranges)
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Everything that is shown of a plan. ``steps[rank][t]``.
+    """Everything that is shown of a plan. ``steps[rank][t]``; after the plan's steps there is one
+    more in backward where ranks carry.
 
     ``returned`` of a step is 0 unless ``backward``.
     """
@@ -117,6 +155,7 @@ class Numbers:
         shape: Shape | None = None,
         *,
         backward: bool = False,
+        topology: Topology | None = None,
         progress: Callable[[int], None] = lambda ranks: None,
     ) -> Numbers:
         """The numbers of the plan that :class:`ringfa4.ContextParallel` would make.
@@ -128,25 +167,13 @@ class Numbers:
         record = record_bytes(wire, shape, backward=backward)
         back = gradient_bytes(wire, shape) if backward else 0
         cuts = document_cuts(mask) if wire in MX_WIRES else ()
-        plan = Plan(mask, sharding, sharding_k.split(cuts))
+        plan = Plan(mask, sharding, sharding_k.split(cuts), topology)
         rows = shape.batch if mask.batch == 1 else 1
         steps = []
         for rank in range(plan.world):
-            own = []
-            for t in range(plan.world):
-                step = plan.tally(rank, t)
-                moved = step.records if t else 0
-                own.append(
-                    Work(
-                        plan.owner(rank, t),
-                        step.area * rows,
-                        step.tasks,
-                        step.rows * rows,
-                        step.records,
-                        moved * record,
-                        moved * back,
-                    )
-                )
+            own = [_work(plan, rank, t, rows, record, back) for t in range(plan.world)]
+            if backward and plan.order.count > 1:
+                own.append(_last_return(plan, rank, back))
             steps.append(tuple(own))
             progress(rank + 1)
         return cls(mask, sharding, wire, shape, backward, plan, tuple(steps))
@@ -162,8 +189,19 @@ class Numbers:
 
     @cached_property
     def read(self) -> tuple[int, ...]:
-        """Bytes that each rank reads from others."""
-        return tuple(sum(w.read for w in own) for own in self.steps)
+        """Bytes that each rank reads from others, or carries."""
+        return tuple(sum(w.read + w.carried for w in own) for own in self.steps)
+
+    def across(self, topology: Topology) -> int:
+        """Bytes that cross between the domains of ``topology``, dK/dV included."""
+        total = 0
+        for rank, own in enumerate(self.steps):
+            for w in own:
+                total += w.read * (not topology.together(rank, w.source))
+                total += w.carried * (not topology.together(rank, w.owner))
+                if w.taker is not None:
+                    total += w.returned * (not topology.together(rank, w.taker))
+        return total
 
     @cached_property
     def returned(self) -> tuple[int, ...]:

@@ -188,10 +188,11 @@ def draw_work(axes: Any, numbers: Numbers, colors: list[tuple[float, float, floa
 def draw_reads(figure: Any, axes: Any, numbers: Numbers) -> None:
     from matplotlib import colormaps
 
-    moved = [[w.read + w.returned for w in own[1:]] for own in numbers.steps]
+    moved = [[w.read + w.carried + w.returned for w in own[1:]] for own in numbers.steps]
     what = "reads, and returns as dK/dV," if numbers.backward else "reads"
     axes.set_title(f"What each rank {what} in each step", loc="left", fontsize=11)
-    axes.set_xlabel("step t: from rank r - t, under way while step t - 1 computes")
+    order = "rank r - t" if numbers.plan.order.count == 1 else "its domain, or carried into it"
+    axes.set_xlabel(f"step t: from {order}, under way while step t - 1 computes")
     _ranks(axes, numbers.world)
     most = max((x for line in moved for x in line), default=0)
     if not most:
@@ -206,7 +207,7 @@ def draw_reads(figure: Any, axes: Any, numbers: Numbers) -> None:
         interpolation="nearest",
         cmap=colormaps["viridis_r"],
         vmin=0,
-        extent=(0.5, numbers.world - 0.5, numbers.world - 0.5, -0.5),
+        extent=(0.5, len(moved[0]) + 0.5, numbers.world - 0.5, -0.5),
     )
     figure.colorbar(image, ax=axes, label=f"{name} (white: nothing)", pad=0.01)
     axes.xaxis.get_major_locator().set_params(integer=True)

@@ -40,6 +40,7 @@ from ringfa4.mx.formats import E4M3, ElementFormat
 from ringfa4.mx.wire import MxWire
 from ringfa4.ops import checked
 from ringfa4.ring import Ring, backward, forward
+from ringfa4.topology import Topology
 from ringfa4.trace import NAMED, Observer, Recorder
 from ringfa4.wire import PLAIN, Direction
 
@@ -99,8 +100,14 @@ def run_rank(
     peers: Peers,
     console: Console,
     watch: Callable[[str], Observer] = lambda name: NAMED,
+    topology: Topology | None = None,
 ) -> Report:
-    """All of a run, on one rank. Collective. ``watch(pass's name)`` sees the pass's spans too."""
+    """All of a run, on one rank. Collective. ``watch(pass's name)`` sees the pass's spans too.
+
+    ``topology`` None is what ``--domains`` says.
+    """
+    if topology is None and options.domains is not None:
+        topology = Topology.even(peers.world, options.domains)
     cp = ContextParallel(
         context,
         mask=work.mask,
@@ -108,6 +115,7 @@ def run_rank(
         wire=choose_wire(options, work)[0],
         kernel=options.kernel,
         precondition=options.precondition,
+        topology=topology,
     )
     shards = cp.problem.q_sharding, cp.problem.k_sharding
     q_shard, k_shard = (sharding.shards[peers.rank] for sharding in shards)
@@ -256,13 +264,15 @@ def own_pairs(ring: Ring) -> int:
 
 def moved_bytes(ring: Ring, direction: Direction) -> int:
     """What this rank reads from others and returns to them, in one call."""
-    steps = ring.schedule(direction).steps
-    return sum(x.nbytes for step in steps for x in (step.receive, step.grad_out) if x is not None)
+    returned = (step.grad_out for step in ring.schedule(direction).steps)
+    return kv_bytes(ring, direction) + sum(x.nbytes for x in returned if x is not None)
 
 
 def kv_bytes(ring: Ring, direction: Direction) -> int:
-    """Bytes of K and V that this rank reads from others, in one call."""
-    return sum(step.receive.nbytes for step in ring.schedule(direction).steps if step.receive)
+    """Bytes of K and V that this rank reads from others, or carries, in one call."""
+    steps = ring.schedule(direction).steps
+    read = (x for step in steps for x in (step.receive, step.carry) if x is not None)
+    return sum(x.nbytes for x in read if x.peer != ring.rank)
 
 
 def share_of_bf16(ring: Ring, direction: Direction) -> float:

@@ -27,6 +27,7 @@ from ringfa4.launch.options import (
     SHARDINGS,
     Parser,
     UsageError,
+    add_domains_option,
     add_mask_options,
     mask_name,
     typed,
@@ -34,6 +35,7 @@ from ringfa4.launch.options import (
 from ringfa4.launch.plan_numbers import WIRES, Numbers, Shape
 from ringfa4.launch.sizes import bytes_text, parse_size, seconds_text, size_text
 from ringfa4.shard import by_name
+from ringfa4.topology import Topology
 
 USUAL_SEQ = 1 << 17
 
@@ -45,6 +47,7 @@ examples:
   python launch/show_plan.py --seq 1M --ranks 8 --png plan.png
   python launch/show_plan.py --seq 1M --ranks 72 --window 64K --sharding contiguous --rank 40
   python launch/show_plan.py --seq 256K --documents 100 --ranks 8 --sharding balanced
+  python launch/show_plan.py --seq 1M --ranks 8 --domains 2 --rank 5 --backward
 """
 
 
@@ -71,6 +74,7 @@ def parser() -> Parser:
     how = made.add_argument_group("how it is computed")
     how.add_argument("--sharding", choices=SHARDINGS, default="zigzag")
     how.add_argument("--wire", choices=WIRES, default="mxfp8", help="of K and V (default mxfp8)")
+    add_domains_option(how)
     how.add_argument("--backward", action="store_true", help="the backward pass, not the forward")
     shown = made.add_argument_group("what comes out")
     shown.add_argument("--rank", type=size, metavar="R", help="the steps of one rank")
@@ -143,9 +147,12 @@ def build(options: argparse.Namespace, progress: Callable[[int], None]) -> Numbe
     dv = options.v_head_dim or options.head_dim
     shape = Shape(options.batch, options.heads, heads_kv, options.head_dim, dv)
     q_side, k_side = (by_name(options.sharding, mask, options.ranks, side) for side in "qk")
+    domains = options.domains
+    topology = None if domains is None else Topology.even(options.ranks, domains)
     return Numbers.of(
-        mask, q_side, k_side, options.wire, shape, backward=options.backward, progress=progress
-    )
+        mask, q_side, k_side, options.wire, shape,
+        backward=options.backward, topology=topology, progress=progress,
+    )  # fmt: skip
 
 
 def _progress(console: Console, ranks: int) -> Callable[[int], None]:
@@ -208,6 +215,14 @@ def summary(n: Numbers) -> list[tuple[str, ...]]:
         ("tokens' balance", f"{n.token_balance:.4f}"),
         ("to hide reads", hide),
     ]
+    if n.plan.topology is not None:
+        flat = Numbers.of(
+            n.mask, n.plan.q_sharding, n.plan.k_sharding, n.wire, n.shape, backward=n.backward
+        )
+        across, without = (x.across(n.plan.topology) for x in (n, flat))
+        said = f"{n.plan.topology.count} of {n.plan.topology.size} ranks, {bytes_text(across)} "
+        said += f"cross between them (without carrying: {bytes_text(without)})"
+        rows.insert(4, ("domains", said))
     if n.backward:
         rows.insert(6, ("dK/dV", f"{bytes_text(sum(n.returned))} returned to their owners in all"))
     return rows
@@ -245,31 +260,41 @@ def schedule_table(n: Numbers) -> list[tuple[str, ...]]:
     rows = [("rank", *(f"step {t}" for t in range(n.world)))]
     for rank, own in enumerate(n.steps):
         total = n.work[rank] or 1
-        cells = (f"{w.owner}: {100 * w.pairs / total:.0f}%" if w.tasks else "-" for w in own)
+        cells = (
+            f"{w.owner}: {100 * w.pairs / total:.0f}%" if w.tasks else "-" for w in own[: n.world]
+        )
         rows.append((str(rank), *cells))
     return rows
 
 
 def steps_of(n: Numbers, rank: int) -> list[tuple[str, ...]]:
-    """The steps of one rank that have work; the others move nothing."""
+    """The steps of one rank in which it computes or something moves.
+
+    Under a topology also whom it reads from, and who gets its dK/dV.
+    """
+    relays = n.plan.order.count > 1
     rows: list[tuple[str, ...]] = [
         ("step", "K/V of", "records", "reads", "returns", "tasks", "pairs", "share")
     ]
     total = n.work[rank] or 1
     for t, w in enumerate(n.steps[rank]):
-        if w.tasks:
-            rows.append(
-                (
-                    str(t),
-                    f"rank {w.owner}" if t else "its own",
-                    str(w.records),
-                    bytes_text(w.read) if t else "-",
-                    bytes_text(w.returned) if n.backward and t else "-",
-                    str(w.tasks),
-                    f"{w.pairs:,}",
-                    f"{100 * w.pairs / total:.1f}%",
-                )
+        if not (w.tasks or w.carried or w.returned):
+            continue
+        here = 0 < t < n.world
+        read = f"{bytes_text(w.carried)} carried" if w.carried else bytes_text(w.read)
+        given = bytes_text(w.returned) if n.backward and t else "-"
+        rows.append(
+            (
+                str(t),
+                f"rank {w.owner}" if here else "-" if t else "its own",
+                str(w.records),
+                f"{read} from {w.source}" if here and relays else read if here else "-",
+                f"{given} to {w.taker}" if w.returned and relays else given,
+                str(w.tasks),
+                f"{w.pairs:,}",
+                f"{100 * w.pairs / total:.1f}%",
             )
+        )
     return rows
 
 
@@ -282,6 +307,8 @@ def as_json(n: Numbers, command: str) -> str:
         "seq_k": n.mask.seq_k,
         "sharding": n.sharding.name,
         "wire": n.wire,
+        "domains": n.plan.topology.domains if n.plan.topology else None,
+        "across": n.across(n.plan.topology) if n.plan.topology else None,
         "backward": n.backward,
         "shape": asdict(n.shape),
         "balance": n.balance,

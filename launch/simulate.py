@@ -39,6 +39,7 @@ from ringfa4.launch.simulate_machine import MACHINES, RATES, Machine, machine_na
 from ringfa4.launch.simulate_ring import KERNELS, Outcome, Setting, simulate
 from ringfa4.launch.sizes import bytes_text, parse_size, parse_sizes, size_text
 from ringfa4.shard import RECORD, by_name
+from ringfa4.topology import Topology
 
 WIRES = ("mxfp8", "mxfp8-1x32", "bf16")
 
@@ -85,6 +86,9 @@ def parser() -> Parser:
     how.add_argument("--sharding", choices=SHARDINGS, default="zigzag")
     how.add_argument("--wire", type=_wires, default=["mxfp8", "bf16"], metavar="NAME,NAME")
     how.add_argument("--kernel", choices=KERNELS, help="format of its operands (as the wire)")
+    how.add_argument(
+        "--direct", action="store_true", help="read across domains directly: nobody carries"
+    )
     how.add_argument("--fused", action="store_true", help="merges in the kernel's epilogue")
     how.add_argument("--depth", type=count, default=1, help="steps fetched ahead (default 1)")
     how.add_argument("--forward-only", action="store_true")
@@ -203,7 +207,12 @@ def outcome(
     """``kernel`` overrides what the options say."""
     mask = build_mask(options, case.seq, case.seq)
     q_side, k_side = (by_name(options.sharding, mask, case.ranks, side) for side in "qk")
-    numbers = Numbers.of(mask, q_side, k_side, case.wire, shape, backward=case.backward)
+    topology = None
+    if case.ranks > machine.domain and not options.direct:
+        topology = Topology.even(case.ranks, -(-case.ranks // machine.domain))
+    numbers = Numbers.of(
+        mask, q_side, k_side, case.wire, shape, backward=case.backward, topology=topology
+    )
     as_wire = "mxfp8" if case.wire in MX_WIRES else "bf16"
     taken = kernel or options.kernel or as_wire
     return simulate(numbers, machine, Setting(taken, options.fused, options.depth))
@@ -254,7 +263,7 @@ def crossovers(options: argparse.Namespace, machine: Machine, shape: Shape) -> I
 
         def exposed(units: int, wire: str, run: Callable[[int, str], Outcome] = run) -> bool:
             found = run(units, wire)
-            return found.exposed["fetch"] >= SHARE * found.seconds
+            return found.exposed["fetch"] + found.exposed["carry"] >= SHARE * found.seconds
 
         questions: dict[str, Callable[[int], bool]] = {
             f"MXFP8 on the wire saves {SHARE:.0%} or more ({kernel} kernel on both)": pays,
@@ -281,7 +290,8 @@ def last_true(holds: Callable[[int], bool], most: int) -> int:
 def title(options: argparse.Namespace, machine: Machine, shape: Shape) -> str:
     heads = f"{shape.heads}:{shape.heads_kv} heads of {shape.dk}"
     merges = "merges in the epilogue" if options.fused else "merges apart"
-    return f"{machine.name}, {options.mask}, {options.sharding}, {heads}, {merges}"
+    over = f"domains of {machine.domain}" + ", read across directly" * options.direct
+    return f"{machine.name}, {over}, {options.mask}, {options.sharding}, {heads}, {merges}"
 
 
 def rates_table(machine: Machine) -> list[tuple[str, ...]]:
@@ -312,7 +322,7 @@ def results_table(outcomes: Sequence[tuple[Case, Outcome]]) -> list[tuple[str, .
                 f"{ms * total:.3g} ms",
                 f"{100 * found.efficiency:.1f}%",
                 f"{100 * passes / total:.1f}%",
-                f"{100 * found.exposed['fetch'] / total:.1f}%",
+                f"{100 * (found.exposed['fetch'] + found.exposed['carry']) / total:.1f}%",
                 f"{100 * found.exposed['grads'] / total:.1f}%",
                 f"{found.binds} ({100 * found.units[found.binds] / total:.0f}%)",
                 bytes_text(found.memory_bytes),
@@ -355,7 +365,7 @@ def as_json(
     return json.dumps(body, indent=1)
 
 
-LANES = {"compute": 0, "fetch": 1, "grads": 2}
+LANES = {"compute": 0, "fetch": 1, "carry": 2, "grads": 3}
 
 
 def trace(found: Outcome) -> dict[str, Any]:
@@ -371,10 +381,11 @@ def trace(found: Outcome) -> dict[str, Any]:
         if op.kind == "post":
             continue
         tid = LANES.get(op.kind, LANES["compute"])
-        owner = found.numbers.steps[op.rank][op.step].owner
+        work = found.numbers.steps[op.rank][op.step]
+        args = {"step": op.step, "owner": work.owner, "bytes": op.nbytes}
         events.append({"ph": "X", "cat": "ring", "name": f"{op.kind} {op.step}", "pid": op.rank,
                        "tid": tid, "ts": 1e6 * op.start, "dur": 1e6 * (op.end - op.start),
-                       "args": {"step": op.step, "owner": owner, "bytes": op.nbytes}})  # fmt: skip
+                       "args": args})  # fmt: skip
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 

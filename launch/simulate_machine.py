@@ -81,7 +81,7 @@ NVLINK5 = Rate(
 NIC_400G = Rate(45.0, "assumed: 90% of nominal 400 Gb/s a GPU")
 BLACKWELL_COPY = Rate(
     6260.0,
-    "nominal 8,000 x 0.87 (a copy's share on H200) x 0.9 (a merge's of a copy, measured)",
+    "nominal 8,000 x 0.87 x 0.9: measured on H200, a copy's share of 4.8 TB/s and a merge's of it",
 )
 DRAG = Rate(0.27, "measured on 2x H200: +0.22 ms beside a pull of 0.84 ms (docs/benchmarks.md)")
 GPU_LATENCIES = {

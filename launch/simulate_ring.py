@@ -2,8 +2,11 @@
 
     lane "compute"   agree, encode, then for each step t: kernel, merge (of dQ, dK and dV in
                      backward), add what peers returned in step t - 1; at the end, finish
-    lane "fetch"     records of step t, once the source has published, ``depth`` steps ahead
-    lane "grads"     dK/dV of step t to their owner, once slot i % 2 of his inbox is free
+    lane "fetch"     records of step t, once the source has published or carried them, ``depth``
+                     steps ahead
+    lane "carry"     records of another domain, a lap ahead, once the copy of lap - 2 was read
+    lane "grads"     dK/dV of step t to their owner or who carried, once slot i % 2 of his inbox is
+                     free
 
 It is the order of :mod:`ringfa4.ring` over a pulling transport (:mod:`ringfa4.comm.pull`), or with
 ``two_sided`` over one whose transfers wait for both ends (:mod:`ringfa4.comm.torch_p2p`). Pairs,
@@ -28,6 +31,9 @@ from ringfa4.launch.simulate_events import Link, Op, run
 from ringfa4.launch.simulate_machine import Machine
 
 KERNELS = ("mxfp8", "bf16")
+
+AT_ONCE = 4
+"""Partials that one pass over the state merges (:mod:`ringfa4.state`)."""
 
 COMPUTE = ("agree", "encode", "kernel", "merge", "convert", "reduce", "finish")
 """Kinds of work on the compute lane."""
@@ -75,15 +81,15 @@ class Costs:
         return self.numbers.flops(work.pairs) / self.flops_per_s + self.step_s
 
     def merge(self, work: Work, *, first: bool) -> float:
-        """Forward: the partial in (2 B), acc in and out (4 + 4 B). Backward: dQ in the same way,
-        and dK/dV from the kernel's 2 B to 4 B.
+        """Forward: the partial in (2 B), acc in and out (4 + 4 B) once for :data:`AT_ONCE` of them.
+        Backward: the kernel's dQ (2 B) into a sum (4 + 4 B), dK/dV from 2 B to 4 B.
         """
         if self.setting.fused:
             return 0.0
-        shape, item = self.numbers.shape, 6 if first else 10
+        shape = self.numbers.shape
         if not self.numbers.backward:
-            return work.rows * shape.heads * shape.dv * item / self.copy
-        moved = work.rows * shape.heads * shape.dk * item
+            return work.rows * shape.heads * shape.dv * (2 + 8 / AT_ONCE) / self.copy
+        moved = work.rows * shape.heads * shape.dk * (6 if first else 10)
         moved += work.records * record_bytes("fp32", shape) * 6 // 4
         return moved / self.copy
 
@@ -108,13 +114,12 @@ class Costs:
         return 3 * nbytes / self.copy
 
     def finish(self, rank: int) -> float:
-        """The state divided and rounded; in backward dQ, dK and dV rounded."""
-        shape = self.numbers.shape
+        """Backward: dQ, dK and dV rounded. The last merge of forward divides and rounds too."""
+        if not self.numbers.backward:
+            return 0.0
+        shape, records = self.numbers.shape, self.numbers.plan.k_sharding.shards[rank].records
         rows = len(self.numbers.sharding.shards[rank]) * shape.batch * shape.heads
-        moved = rows * 6 * (shape.dk if self.numbers.backward else shape.dv)
-        if self.numbers.backward:
-            moved += self.numbers.plan.k_sharding.shards[rank].records * self._plain * 3
-        return moved / self.copy
+        return (rows * shape.dk * 6 + records * self._plain * 3) / self.copy
 
 
 @dataclass(frozen=True)
@@ -152,11 +157,15 @@ class _Ring:
         self.fetched: list[dict[int, Op]] = [{} for _ in ranks]
         self.last_fetch: list[Op | None] = [None] * numbers.world
         self.posted: list[Op | None] = [None] * numbers.world
+        self.carried: list[dict[int, Op]] = [{} for _ in ranks]
+        """The copy of each lap."""
+        self.reads: dict[tuple[int, int], list[Op]] = {}
+        """(source, lap) -> what peers fetch from its copy."""
         self.ended: list[list[Op | None]] = [[] for _ in ranks]
         """The last op of each step on the compute lane."""
         self.pushed: list[list[Op]] = [[] for _ in ranks]
         self.coming: list[dict[int, Op]] = [{} for _ in ranks]
-        """Contributions on their way to each owner, by step."""
+        """Contributions on their way to each rank, by step."""
         self.given = [0] * numbers.world
         self.released: list[list[Op]] = [[] for _ in ranks]
 
@@ -166,19 +175,23 @@ class _Ring:
             self.work("agree", rank, 0, self.costs.agree_s)
             published.append(self.work("encode", rank, 0, self.costs.encode(rank)))
         self.published = published
-        for t in range(1, min(self.setting.depth, self.numbers.world)):
+        plan, world = self.numbers.plan, self.numbers.world
+        for t in range(1, min(self.setting.depth, world)):
             self.fetch(t)
-        for t in range(self.numbers.world):
-            if t + self.setting.depth < self.numbers.world:
+        for t in range(len(self.numbers.steps[0])):
+            if t + self.setting.depth < world:
                 self.fetch(t + self.setting.depth)
-            self.step(t)
+            if t < world:
+                self.step(t)
             if self.numbers.backward and t:
+                if plan.lap(t)[1] == 0:
+                    self.take(t - 1)  # a sum leaves complete
                 self.give(t)
                 self.take(t - 1)
             for rank in self.ranks:
                 self.ended[rank].append(self.compute[rank])
         if self.numbers.backward:
-            self.take(self.numbers.world - 1)
+            self.take(len(self.numbers.steps[0]) - 1)
         for rank in self.ranks:
             self.work("finish", rank, 0, self.costs.finish(rank))
         return self.ops
@@ -202,17 +215,43 @@ class _Ring:
             read = self.ended[rank][done] if done >= 0 else self.published[rank]
             after = (read, self.last_fetch[rank], self.posted[rank])
             self.posted[rank] = self.add(Op("post", rank, t, after))
+        plan = self.numbers.plan
+        begun, turn = plan.lap(t - 1)
+        if turn == 0 and begun + 1 < plan.order.count:
+            for rank in self.ranks:
+                self.carry(rank, t, begun + 1)
         for rank in self.ranks:
             work = self.numbers.steps[rank][t]
             if not work.read:
                 continue
+            lap = plan.lap(t)[0]
+            there = self.posted[work.source] if self.two_sided else self.published[work.source]
+            copy = self.carried[work.source].get(lap) if lap else None
+            op = self.move("fetch", rank, t, work.source, work.read, (there, copy))
+            self.fetched[rank][t] = self.last_fetch[rank] = op
+            if lap:
+                self.reads.setdefault((work.source, lap), []).append(op)
+
+    def carry(self, rank: int, t: int, lap: int) -> None:
+        """Start in step ``t`` what ``rank`` brings over for ``lap``."""
+        work = self.numbers.steps[rank][lap * self.numbers.plan.order.size]
+        if work.carried:
             there = self.posted[work.owner] if self.two_sided else self.published[work.owner]
-            op = Op(
-                "fetch", rank, t, (self.posted[rank], there),
-                seconds=self.costs.transfer_s, nbytes=work.read,
-                links=self.wires.between(work.owner, rank),
-            )  # fmt: skip
-            self.fetched[rank][t] = self.last_fetch[rank] = self.add(op)
+            free = self.reads.get((rank, lap - 2), [])
+            after = (there, self.carried[rank].get(lap - 1), *free)
+            op = self.move("carry", rank, t, work.owner, work.carried, after)
+            self.carried[rank][lap] = op
+
+    def move(
+        self, kind: str, rank: int, t: int, source: int, nbytes: int, after: Sequence[Op | None]
+    ) -> Op:
+        """A transfer that ``rank`` reads."""
+        return self.add(
+            Op(
+                kind, rank, t, (self.posted[rank], *after), seconds=self.costs.transfer_s,
+                nbytes=nbytes, links=self.wires.between(source, rank),
+            )
+        )  # fmt: skip
 
     def step(self, t: int) -> None:
         """Compute step ``t``, with what a transfer beside it costs."""
@@ -225,7 +264,9 @@ class _Ring:
             if beside is not None:
                 slowest = min(link.bytes_per_s for link in beside.links)
                 slowed = self.costs.drag * beside.nbytes / slowest
-            after = [self.fetched[rank].get(t)]
+            lap, turn = self.numbers.plan.lap(t)
+            here = self.carried[rank].get(lap) if lap and turn == 0 else None
+            after = [self.fetched[rank].get(t), here]
             if self.numbers.backward and t and len(self.pushed[rank]) >= 2:
                 after.append(self.pushed[rank][-2])
             if self.costs.converts:
@@ -236,34 +277,39 @@ class _Ring:
 
     def give(self, t: int) -> None:
         """dK/dV of step ``t`` on their way."""
+        if self.numbers.plan.lap(t)[1] == 0:
+            for rank in self.ranks:  # the sum of a lap goes from where it was added up to its slot
+                returned = self.numbers.steps[rank][t].returned
+                if returned:
+                    self.work("reduce", rank, t, self.costs.reduce(returned) * 2 / 3)
         here = list(self.compute)
         for rank in self.ranks:
             work = self.numbers.steps[rank][t]
-            if not work.returned:
+            if work.taker is None:
                 continue
-            owner, index = work.owner, self.given[work.owner]
-            after = [here[rank], self.published[owner]]
+            taker, index = work.taker, self.given[work.taker]
+            after = [here[rank], self.published[taker]]
             after += self.pushed[rank][-1:]
             if index >= 2:
-                after.append(self.released[owner][index - 2])
+                after.append(self.released[taker][index - 2])
             if self.two_sided:
-                after.append(here[owner])
+                after.append(here[taker])
             op = Op(
                 "grads", rank, t, after,
                 seconds=self.costs.transfer_s, nbytes=work.returned,
-                links=self.wires.between(rank, owner),
+                links=self.wires.between(rank, taker),
             )  # fmt: skip
             self.pushed[rank].append(self.add(op))
-            self.coming[owner][t] = op
-            self.given[owner] += 1
+            self.coming[taker][t] = op
+            self.given[taker] += 1
 
     def take(self, t: int) -> None:
-        """Owners add what reached them in step ``t``."""
-        for owner in self.ranks:
-            op = self.coming[owner].pop(t, None)
+        """Add what came in step ``t``, unless that was done."""
+        for rank in self.ranks:
+            op = self.coming[rank].pop(t, None)
             if op is not None:
                 seconds = self.costs.reduce(op.nbytes)
-                self.released[owner].append(self.work("reduce", owner, t, seconds, [op]))
+                self.released[rank].append(self.work("reduce", rank, t, seconds, [op]))
 
 
 @dataclass(frozen=True)
@@ -299,11 +345,10 @@ class Outcome:
 
     @cached_property
     def exposed(self) -> dict[str, float]:
-        """What the rank that ends last waited for ("fetch": records, "grads": dK/dV) -> seconds.
-
-        With ``spent`` these are all of its time.
+        """What the rank that ends last waited for -> seconds: "fetch", records; "carry", its own
+        copy of another domain's; "grads", dK/dV. With ``spent`` these are all of its time.
         """
-        waited, now = {"fetch": 0.0, "grads": 0.0}, 0.0
+        waited, now = {"fetch": 0.0, "carry": 0.0, "grads": 0.0}, 0.0
         for op in self.last:
             if op.start > now:
                 waited[max(op.after, key=lambda before: before.end).kind] += op.start - now
@@ -349,8 +394,9 @@ def simulate(numbers: Numbers, machine: Machine, setting: Setting) -> Outcome:
 def memory(numbers: Numbers, rank: int) -> int:
     """Bytes that one attention call holds on ``rank``: bf16 tensors, fp32 state, and buffers.
 
-    Forward: q, k, v, out, lse, the state; two outboxes, two fetch buffers. Backward: dO, dQ, dK, dV
-    and their fp32 sums besides, two inbox and two outgoing slots. A model's own memory is not here.
+    Forward: q, k, v, out, lse, the state and partials that wait; two outboxes, two fetch buffers.
+    Backward: dO, dQ, dK, dV and their fp32 sums besides, two inbox and two outgoing slots. Where
+    ranks carry: two copies, and in backward two sums of them. A model's own memory is not here.
     """
     shape: Shape = numbers.shape
     rows = len(numbers.sharding.shards[rank]) * shape.batch
@@ -361,10 +407,11 @@ def memory(numbers: Numbers, rank: int) -> int:
     record = record_bytes(numbers.wire, shape, backward=numbers.backward)
     outbox = max(shard.records for shard in numbers.plan.k_sharding.shards) * record
     fetched = max((work.read for own in numbers.steps for work in own), default=0)
-    held = q + kv + out + lse + 2 * (outbox + fetched)
+    copy = max((work.carried for own in numbers.steps for work in own), default=0)
+    held = q + kv + out + lse + 2 * (outbox + fetched + copy)
     if not numbers.backward:
-        return held + 2 * out + 2 * lse
+        return held + (2 + AT_ONCE - 1) * out + 2 * lse
     largest = max((work.returned for own in numbers.steps for work in own), default=0)
     records = numbers.plan.k_sharding.shards[rank].records
-    sums = 2 * q + records * record_bytes("fp32", shape)
+    sums = 2 * q + (records + 2 * copy // record) * record_bytes("fp32", shape)
     return held + out + q + kv + sums + lse + 4 * largest

@@ -51,6 +51,7 @@ def settings(
         ("precondition", options.precondition, ""),
         ("mask", f"{work.mask.name}, {work.pairs // work.heads:,} pairs a head", ""),
         ("sharding", options.sharding, ""),
+        *([("domains", str(options.domains), "")] if options.domains else []),
         ("seed", str(options.seed), ""),
     ]
 

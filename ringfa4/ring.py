@@ -97,7 +97,8 @@ class Ring:
             {"call": direction, **self.about, **call},
             values={name: getattr(own, name) for name in _AGREED},
         )
-        return replace(own, **{name: max(rank[name] for rank in needs) for name in _AGREED})
+        fetch, grads, carry = (max(rank[name] for rank in needs) for name in _AGREED)
+        return replace(own, fetch_bytes=fetch, grad_bytes=grads, carry_bytes=carry)
 
 
 def forward(

@@ -15,12 +15,13 @@ import torch
 from ringfa4 import mask as masks
 from ringfa4 import shard as shardings
 from ringfa4.launch import plan_picture
-from ringfa4.launch.plan_numbers import WIRES, Numbers, Shape, gradient_bytes, record_bytes
+from ringfa4.launch.plan_numbers import WIRES, Numbers, Shape, Work, gradient_bytes, record_bytes
 from ringfa4.launch.show_plan import main
 from ringfa4.launch.workload import DTYPES
 from ringfa4.mask import Band, Mask
 from ringfa4.plan import Plan
 from ringfa4.schedule import schedule
+from ringfa4.topology import Topology
 from ringfa4.wire import Geometry, gradient_wire, wire_format
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,10 +38,13 @@ CASES = {
 }
 
 
-def numbers(name: str, world: int = 3, wire: str = "bf16", backward: bool = False) -> Numbers:
-    mask, sharding = CASES[name]
+def numbers(
+    name: str, topology: Topology | None, wire: str = "bf16", backward: bool = False
+) -> Numbers:
+    (mask, sharding), world = CASES[name], 3 if topology is None else topology.world
     sides = (shardings.by_name(sharding, mask, world, side) for side in "qk")
-    return Numbers.of(mask, *sides, wire, Shape(2, 4, 2, 64, 96), backward=backward)
+    shape = Shape(2, 4, 2, 64, 96)
+    return Numbers.of(mask, *sides, wire, shape, backward=backward, topology=topology)
 
 
 # ---- the numbers --------------------------------------------------------------------------------
@@ -61,24 +65,42 @@ def test_bytes_of_a_record_are_the_wires_own(wire: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("wire", ["bf16", "mxfp8"])
-def test_what_is_shown_is_what_the_ring_would_do(name: str, wire: str) -> None:
+@pytest.mark.parametrize("topology", [None, Topology(((0, 3), (2, 1)))], ids=["flat", "domains"])
+def test_what_is_shown_is_what_the_ring_would_do(
+    name: str, wire: str, topology: Topology | None
+) -> None:
     """Pairs of the tasks, and bytes of the schedule that transports execute."""
-    shown = numbers(name, wire=wire, backward=True)
+    shown = numbers(name, topology, wire=wire, backward=True)
     mask, format = shown.mask, wire_format(wire, torch.bfloat16)
     sharding = CASES[name][1]
     q, k = (shardings.by_name(sharding, mask, shown.world, side) for side in "qk")
-    plan = Plan(mask, q, k.split(format.split_at(mask)))
+    plan = Plan(mask, q, k.split(format.split_at(mask)), topology)
     geometry = Geometry(2, 2, 64, 96, torch.bfloat16)
     rows = 2 if mask.batch == 1 else 1
     for rank, own in enumerate(shown.steps):
         steps = plan.steps(rank)
-        assert [w.pairs for w in own] == [rows * step.area for step in steps]
-        assert [(w.owner, w.tasks, w.records) for w in own] == [
-            (step.owner, len(step.tasks), step.records) for step in steps
+        last = Work(rank, rank, 0, 0, 0, 0, 0, 0, own[-1].returned, own[-1].taker)
+        assert own[plan.world :] == (() if topology is None else (last,))
+        here = own[: plan.world]
+        assert [w.pairs for w in here] == [rows * step.area for step in steps]
+        assert [(w.owner, w.source, w.tasks, w.records) for w in here] == [
+            (step.owner, step.source, len(step.tasks), step.records) for step in steps
         ]
         moved = schedule(plan, rank, format, geometry, "backward").steps
-        assert [w.read for w in own] == [s.receive.nbytes if s.receive else 0 for s in moved]
-        assert [w.returned for w in own] == [s.grad_out.nbytes if s.grad_out else 0 for s in moved]
+        read = [s.receive if s.receive and s.receive.peer != rank else None for s in moved]
+        assert [w.read for w in own] == [x.nbytes if x else 0 for x in read]
+        assert [w.source for w, x in zip(own, read, strict=True) if x] == [
+            x.peer for x in read if x
+        ]
+        back = [s.grad_out for s in moved]
+        assert [(w.taker, w.returned) for w in own] == [
+            (x.peer, x.nbytes) if x else (None, 0) for x in back
+        ]
+        carries = {s.carry.lap * plan.order.size: s.carry for s in moved if s.carry}
+        assert {t: w.carried for t, w in enumerate(own) if w.carried} == {
+            t: carry.nbytes for t, carry in carries.items()
+        }
+        assert all(own[t].owner == carry.peer for t, carry in carries.items())
     assert sum(shown.work) == rows * mask.area
     assert shown.balance == pytest.approx(plan.balance)
     assert 1.0 <= shown.balance <= shown.lockstep + 1e-12
@@ -137,6 +159,22 @@ def test_one_rank_step_by_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[1][3] == "4 MiB"  # 8 records x 128 tokens x 8 heads x 256 x 2 bytes
 
 
+def test_domains_show_who_carries_and_what_crosses(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 5 of 8 in two domains: rank 1's records come over, the others' from its peers."""
+    text = said(capsys, "--seq 64K --ranks 8 --domains 2 --rank 5 --backward --wire bf16")
+    assert re.search(r"domains +2 of 4 ranks, (.*) cross .* \(without carrying: (.*)\)", text)
+    rows = [re.split(r"  +", line) for line in text.splitlines() if re.match(r"\d", line)]
+    assert [(row[1], row[3], row[4]) for row in rows[4:]] == [
+        ("rank 1", "16 MiB carried from 1", "0 B"),
+        ("rank 0", "16 MiB from 4", "32 MiB to 4"),
+        ("rank 3", "16 MiB from 7", "32 MiB to 7"),
+        ("rank 2", "16 MiB from 6", "32 MiB to 6"),
+        ("-", "-", "32 MiB to 1"),
+    ]
+    assert main(["--seq", "64K", "--ranks", "8", "--domains", "3"]) == 1
+    assert "8 ranks do not make 3 domains" in capsys.readouterr().err
+
+
 def test_json_holds_everything(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["--documents", "300,41,200", "--ranks", "2", "--backward", "--json", "-"]) == 0
     body = json.loads(capsys.readouterr().out)
@@ -175,6 +213,7 @@ def test_cells_belong_to_the_rank_that_owns_most_of_them() -> None:
     "text",
     [
         "--seq 4K --ranks 3 --backward",
+        "--seq 4K --ranks 4 --domains 2 --backward",
         "--seq 64K --ranks 40 --window 4K --sharding striped",
         "--seq 3 --ranks 1",
         "--seq 0",

@@ -29,6 +29,7 @@ from ringfa4.launch.simulate_machine import MACHINES, RATES, Machine, Rate
 from ringfa4.launch.simulate_ring import COMPUTE, Outcome, Setting, simulate
 from ringfa4.launch.world import virtual
 from ringfa4.mask import Mask
+from ringfa4.topology import Topology
 from ringfa4.wire import Direction
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,10 +119,16 @@ def machine(**values: float) -> Machine:
 
 
 def planned(
-    mask: Mask, world: int, *, backward: bool = False, sharding: str = "contiguous"
+    mask: Mask,
+    world: int,
+    *,
+    backward: bool = False,
+    sharding: str = "contiguous",
+    topology: Topology | None = None,
 ) -> Numbers:
     q, k = (shardings.by_name(sharding, mask, world, side) for side in "qk")
-    return Numbers.of(mask, q, k, "bf16", Shape(1, 2, 1, 64, 64), backward=backward)
+    shape = Shape(1, 2, 1, 64, 64)
+    return Numbers.of(mask, q, k, "bf16", shape, backward=backward, topology=topology)
 
 
 def test_two_ranks_by_hand() -> None:
@@ -134,7 +141,7 @@ def test_two_ranks_by_hand() -> None:
     found = simulate(numbers, machine(), setting)
     assert found.seconds == pytest.approx(2 * kernel, rel=1e-6)
     assert found.efficiency == pytest.approx(1.0, rel=1e-6)
-    assert found.exposed == {"fetch": 0.0, "grads": 0.0} and found.binds == "kernel"
+    assert found.exposed == {"fetch": 0.0, "carry": 0.0, "grads": 0.0} and found.binds == "kernel"
     slow = simulate(numbers, machine(link_gbs=0.25), setting)
     assert slow.seconds == pytest.approx(4 * wire + kernel, rel=1e-6)
     assert slow.exposed["fetch"] == pytest.approx(4 * wire - kernel, rel=1e-6)
@@ -169,10 +176,10 @@ def test_a_kernel_of_another_format_converts_on_arrival() -> None:
 
 
 def test_merges_cost_their_bytes_unless_the_kernel_does_them() -> None:
-    """Forward: 6 bytes an element of the first partial, 10 of the others."""
+    """Forward: 2 bytes an element of each partial, and 8 for four of them."""
     numbers, slow = planned(masks.full(1024), 4), machine(copy_gbs=1.0)
     apart = simulate(numbers, slow, Setting("bf16"))
-    assert apart.spent["merge"] == pytest.approx(256 * 2 * 64 * (6 + 3 * 10) / 1e9)
+    assert apart.spent["merge"] == pytest.approx(256 * 2 * 64 * (4 * 2 + 8) / 1e9)
     assert simulate(numbers, slow, Setting("bf16", fused=True)).spent["merge"] == 0.0
 
 
@@ -184,11 +191,17 @@ CASES = {
 }
 
 
+def flat(world: int) -> Topology:
+    return Topology.even(world, 1)
+
+
 def outcomes() -> Iterator[Outcome]:
     for mask, sharding in CASES.values():
         for backward in (False, True):
-            for world in (1, 2, 5):
-                numbers = planned(mask, world, backward=backward, sharding=sharding)
+            for topology in (*map(flat, (1, 2, 5)), Topology.even(4, 4), Topology.even(8, 4)):
+                numbers = planned(
+                    mask, topology.world, backward=backward, sharding=sharding, topology=topology
+                )
                 for rates in ({}, {"link_gbs": 0.02, "copy_gbs": 50.0, "transfer_us": 50.0}):
                     for two_sided in (False, True):
                         for depth in (1, 3):
@@ -205,14 +218,31 @@ def test_every_call_keeps_the_order_of_the_ring() -> None:
         for op in found.ops:
             if op.kind in ("kernel", "merge"):
                 ends[op.rank, op.step] = max(op.end, ends.get((op.rank, op.step), 0.0))
+        size = numbers.plan.order.size
+        carried = {
+            (op.rank, (op.step - 1) // size + 1): op for op in found.ops if op.kind == "carry"
+        }
+        for (rank, lap), op in carried.items():
+            work = numbers.steps[rank][lap * size]
+            assert op.nbytes == work.carried > 0
+            assert op.start >= by["encode", work.owner, 0].end
         for rank, own in enumerate(numbers.steps):
             for t, work in enumerate(own):
                 kernel, fetch = by.get(("kernel", rank, t)), by.get(("fetch", rank, t))
                 assert (kernel is not None) == (work.tasks > 0)
                 assert (fetch is not None) == (work.read > 0)
-                if fetch is None or kernel is None:
+                if kernel is None or t == 0:
                     continue
-                assert fetch.nbytes == work.read and kernel.start >= fetch.end
+                lap, turn = numbers.plan.lap(t)
+                if lap and turn == 0:
+                    assert kernel.start >= carried[rank, lap].end
+                    continue
+                assert fetch is not None and fetch.nbytes == work.read
+                assert kernel.start >= fetch.end
+                if lap:
+                    assert fetch.start >= carried[work.source, lap].end, "read before it was there"
+                    later = carried.get((work.source, lap + 2))
+                    assert later is None or later.start >= fetch.end, "a copy was overwritten"
                 assert fetch.start >= by["encode", work.owner, 0].end, "read before published"
                 reused = ends.get((rank, t - 1 - depth), 0.0)
                 assert fetch.start >= reused, "a buffer was overwritten before it was read"
@@ -237,15 +267,36 @@ def test_gradients_wait_for_a_free_slot_and_are_added_in_plan_order() -> None:
         sent = {(op.rank, op.step): op for op in found.ops if op.kind == "grads"}
         added: dict[int, list[Op]] = {rank: [] for rank in range(plan.world)}
         for op in found.ops:
-            if op.kind == "reduce":
+            if op.kind == "reduce" and any(before.kind == "grads" for before in op.after):
                 added[op.rank].append(op)
         for owner, adds in added.items():
             assert tuple(op.step for op in adds) == plan.contributions(owner)
             for n, op in enumerate(adds):
-                given = sent[plan.reader(owner, op.step), op.step]
+                given = sent[plan.giver(owner, op.step), op.step]
                 assert op.start >= given.end
                 assert n < 2 or given.start >= adds[n - 2].end, "a slot was overwritten"
+        for (rank, t), op in sent.items():
+            lap, turn = plan.lap(t)
+            if turn == 0:  # a sum: all of the lap before has been added
+                parts = [add for add in added[rank] if add.step // plan.order.size == lap - 1]
+                parts = [add for add in parts if add.step % plan.order.size]
+                assert all(op.start >= add.end for add in parts)
         assert len(sent) == sum(map(len, added.values()))
+
+
+def test_carrying_keeps_readers_of_another_domain_from_one_narrow_link() -> None:
+    """8 ranks in two domains, NICs a tenth of NVLink: directly, all read rank 3 when they cross."""
+    on = replace(machine(), domain=4)
+    two = Topology.even(8, 2)
+    times = {
+        topology: simulate(planned(masks.full(1 << 14), 8, topology=topology), on, Setting("bf16"))
+        for topology in (None, two)
+    }
+    assert times[two].seconds < 0.7 * times[None].seconds
+    for topology, found in times.items():
+        over = sum(link.moved for (name, _), link in found.links.items() if name == "nic in")
+        assert over == found.numbers.across(two), topology
+    assert times[None].numbers.across(two) == 4 * times[two].numbers.across(two)
 
 
 def test_slower_links_never_help() -> None:
@@ -341,7 +392,10 @@ def test_the_table_says_that_it_is_modelled_and_from_what(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = said(capsys, "--seq 64K --ranks 8 --wire mxfp8 --rate link_gbs=500")
-    assert "modelled, not measured: gb200-nvl72, causal, zigzag, 64:8 heads of 128" in text
+    assert (
+        "modelled, not measured: gb200-nvl72, domains of 72, causal, zigzag, 64:8 heads of 128"
+        in text
+    )
     assert "link_gbs        500" in text and "given: --rate" in text
     assert "published: cuDNN" in text and "assumed" in text
     rows = [line.split() for line in text.splitlines() if line.startswith("64K")]

@@ -23,6 +23,7 @@ from ringfa4 import mask as masks
 from ringfa4 import shard as shardings
 from ringfa4.comm.interface import Schedule
 from ringfa4.errors import PlanMismatchError
+from ringfa4.launch.ring import main
 from ringfa4.plan import Plan, RecordRange
 from ringfa4.schedule import schedule
 from ringfa4.topology import Topology
@@ -262,10 +263,9 @@ def test_gradients_reach_their_owner_once(plan: Plan) -> None:
         for step in plan.steps(rank):
             count = Counter((step.owner, *r) for r in records(step.ranges))
             due += count
-            lap, turn = plan.lap(step.index)
             if step.index == 0:
                 home += count
-            elif turn == 0:
+            elif plan.lap(step.index)[1] == 0:
                 sums[rank, step.owner] += count
     back = gradient_wire(torch.float32).record_bytes(GEOMETRY, "backward")
     for t in range(1, len(made[0].steps)):
@@ -430,6 +430,18 @@ def test_a_topology_that_does_not_fit_is_the_same_error_on_every_rank() -> None:
 
     said = ranks(2, rank)
     assert len(set(said)) == 1 and "the topology is of 4 ranks" in said[0]
+
+
+def test_the_launcher_takes_domains(capsys: pytest.CaptureFixture[str]) -> None:
+    """Checked against fp64; fewer bytes move than where nobody carries is the plan's business."""
+    how = "--seq 1K --heads 1 --kv-heads 1 --head-dim 32 --virtual-ranks 4 --backward --check"
+    assert main([*how.split(), "--domains", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "check passed" in out and any(
+        line.split() == ["domains", "2"] for line in out.split("\n")
+    )
+    assert main([*how.split(), "--domains", "3"]) == 1
+    assert "4 ranks do not make 3 domains" in capsys.readouterr().err
 
 
 def test_neither_torch_nor_numpy_is_loaded() -> None:
