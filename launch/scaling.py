@@ -184,6 +184,7 @@ def scaling(options: Options, command: str) -> bool:
         "ranks": world,
         "head_dim": head_dim,
         "torch": torch.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else None,
         "python": platform.python_version(),
     }
     console.say(f"{command}: {len(rows)} rows, {world} rank(s) on {about['device']}")

@@ -55,7 +55,12 @@ class Share:
 
 
 class Rival(Protocol):
-    """One rank's attention over the whole sequence. Both methods are collective."""
+    """One rank's attention over the whole sequence. Both methods are collective.
+
+    ``note`` says on what it computes where that is not the row's kernel.
+    """
+
+    note: str
 
     def forward(self) -> tuple[Tensor, Tensor | None]: ...
 
@@ -143,6 +148,8 @@ def library_of(kernel: str) -> Library:
 class PlainRing:
     """Zigzag ring over the default group, as a reader of the papers would write it."""
 
+    note = ""
+
     def __init__(self, share: Share, library: Library) -> None:
         self.share, self.library = share, library
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -229,9 +236,12 @@ class _Differentiated:
     """Gradients of ``call(q, k, v) -> out, lse`` by autograd, as often as they are asked for."""
 
     def __init__(
-        self, share: Share, call: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+        self,
+        share: Share,
+        call: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]],
+        note: str,
     ) -> None:
-        self.call, self.dout = call, share.dout
+        self.call, self.dout, self.note = call, share.dout, note
         self.leaves = [x.detach().requires_grad_() for x in (share.q, share.k, share.v)]
         self.out = share.q.new_empty(0)
 
@@ -284,7 +294,7 @@ def pytorch(share: Share, rotation: str) -> Iterator[Rival]:
         # It shards these buffers in place and wants at least one; the shards are made already.
         nothing = torch.zeros(2 * dist.get_world_size(), device=share.q.device)
         with attention.context_parallel(mesh, buffers=[nothing], buffer_seq_dims=[0]):
-            yield _Differentiated(share, call)
+            yield _Differentiated(share, call, "computes with PyTorch's cuDNN or flash kernel")
     finally:
         options.enable_load_balance, options.rotate_method = before
 
@@ -298,7 +308,8 @@ def ring_flash_attn(share: Share, kernel: str) -> Iterator[Rival]:
     # Without the package's __init__, which loads what is not needed here (transformers, triton).
     package = {"ring_flash_attn": importlib.util.module_from_spec(spec)}
     kind = "zigzag_ring_flash_attn" if share.causal else "ring_flash_attn"
-    with _modules(_flash_attention_2(kernel) | package):
+    library = _flash_attention_2(kernel)
+    with _modules(library | package):
         attend = getattr(import_module(f"ring_flash_attn.{kind}"), f"{kind}_func")
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -307,7 +318,8 @@ def ring_flash_attn(share: Share, kernel: str) -> Iterator[Rival]:
         )  # fmt: skip
         return out, lse
 
-    yield _Differentiated(share, call)
+    note = "over the row's kernel" if library else "over flash-attention 2 as installed"
+    yield _Differentiated(share, call, note)
 
 
 @contextmanager

@@ -392,15 +392,16 @@ def _rival_row(bench: Bench, row: Row, traced: bool) -> Measured:
     with make(Share(**x, causal=causal), kernel) as rival:
         calls = _RivalCalls(x, rival)
         passes, _ = _repeat(bench, row.problem, calls)
-    peak, notes = _peak(bench), []
-    if calls.lse is None and bench.check_rows:
+    peak, notes = _peak(bench), [rival.note] if rival.note else []
+    borrowed = calls.lse is None
+    if borrowed and bench.check_rows:
         notes.append("returns no lse: that of the plain ring is taken for the check")
         with plain_ring(Share(**x, causal=causal), kernel) as ring:
             calls.lse = ring.forward()[1]
     # PyTorch deals out full attention contiguously; for the others the deal makes no difference.
     deal = zigzag if causal else contiguous
     errors = _errors(bench, row.problem, calls, deal(row.problem.seq, bench.peers.world))
-    return Measured(passes, [e for e in errors if e.name != "lse" or not notes], peak, 0, notes)
+    return Measured(passes, [e for e in errors if e.name != "lse" or not borrowed], peak, 0, notes)
 
 
 # ---- error --------------------------------------------------------------------------------------
