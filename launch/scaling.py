@@ -110,7 +110,12 @@ def parse_options(argv: Sequence[str]) -> Options:
     )
     count, seconds = typed(parse_size, 1), typed(float, 0)
     what = parser.add_argument_group("rows")
-    what.add_argument("--problems", type=typed(_problems), metavar="SEQ/HEADS:KV_HEADS/MASK,..")
+    what.add_argument(
+        "--problems",
+        type=typed(_problems),
+        metavar="SEQ/HEADS:KV_HEADS/MASK,..",
+        help="64K to 1M, unless on the CPU",
+    )
     what.add_argument(
         "--transport",
         type=typed(lambda text: _names(text, tuple(TRANSPORTS))),
@@ -118,14 +123,21 @@ def parse_options(argv: Sequence[str]) -> Options:
         metavar="NAME,..",
     )
     what.add_argument("--wire", type=typed(_names), default=["mxfp8", "bf16"], metavar="NAME,..")
-    what.add_argument("--kernel", type=typed(_names), metavar="NAME,..")
+    what.add_argument("--kernel", type=typed(_names), metavar="NAME,..", help="of ring and rivals")
     what.add_argument(
         "--rivals",
         type=typed(lambda text: _names(text, tuple(RIVALS))),
         default=list(RIVALS),
         metavar="NAME,..",
+        help=f"of {', '.join(RIVALS)}; or none",
     )
-    what.add_argument("--rows", type=typed(_names), default=[], metavar="PATTERN,..")
+    what.add_argument(
+        "--rows",
+        type=typed(_names),
+        default=[],
+        metavar="PATTERN,..",
+        help="of row names; * is anything",
+    )
     what.add_argument("--head-dim", type=count, metavar="N")
     what.add_argument("--dtype", choices=DTYPES, default="bf16")
     what.add_argument("--list", action="store_true", help="say the rows and measure nothing")
@@ -137,7 +149,9 @@ def parse_options(argv: Sequence[str]) -> Options:
     how.add_argument("--row-seconds", type=seconds, default=4.0, metavar="S", help="then no more")
     how.add_argument("--row-limit", type=seconds, default=120.0, metavar="S", help="ends processes")
     how.add_argument("--budget", type=seconds, metavar="S", help="begin no row that would pass it")
-    how.add_argument("--check-rows", type=typed(parse_size, 0), default=16, metavar="N")
+    how.add_argument(
+        "--check-rows", type=typed(parse_size, 0), default=16, metavar="N", help="sampled; 0: none"
+    )
     how.add_argument("--seed", type=int, default=0, help="of the random inputs")
     how.add_argument("--timeout", type=seconds, default=100.0, metavar="S", help="wait for a peer")
     out = parser.add_argument_group("what comes out")
