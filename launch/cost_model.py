@@ -103,11 +103,11 @@ ARCHS = {
     "sm_103a": Arch("sm_103a", "B300", 148, 1.85),
 }
 
-HANDSHAKE = 200.0
+HANDSHAKE = 250.0
 """Cycles from the end of a product to the warp that has seen it, plus those from P to its product:
 the multiple of 25 with the least sum of squared errors against PROFILES."""
 
-ERROR = 0.10
+ERROR = 0.09
 """Largest error of a kernel of PROFILES when HANDSHAKE is fitted to the others, rounded up."""
 
 
