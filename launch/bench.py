@@ -140,6 +140,7 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     what.add_argument("--json", metavar="FILE", help="results as JSON ('-': standard output)")
     what.add_argument("--plot", metavar="FILE", help="picture of the ratios (PNG)")
     what.add_argument("--trace", metavar="FILE", help="timeline of the rings, and what it costs")
+    what.add_argument("--scaling", action="store_true", help="another bench: --scaling --help")
     what.add_argument("--model", choices=("sm100",), help="modelled rates instead of measured ones")
     values = parser.parse_args(argv)
     for name in ("seq", "heads", "kv_heads", "ranks"):
