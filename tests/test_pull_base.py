@@ -124,6 +124,43 @@ def test_a_lost_peer_poisons_the_call_and_breaks_the_next() -> None:
     assert all_nan and "step 1" in message
 
 
+def test_a_peer_that_does_not_carry_poisons_what_is_read_from_it() -> None:
+    """Rank 1 publishes and then carries nothing: rank 0, which reads its copy, gets NaN, and the
+    error names rank 1.
+    """
+    timeout_s = 0.3
+
+    def main(rank: int, local: LocalTransport, control: Control) -> tuple[bool, str]:
+        transport = word_transport(local.shared, rank)
+        plans = contract.carrying(((0, 1), (2, 3)), 512, backward=False)
+        for call in range(2):
+            contract.make_call(transport, control, plans, call)
+        exchange = transport.open(plans[rank])
+        exchange.outbox().zero_()
+        exchange.publish()
+        if rank == 1:
+            time.sleep(4 * timeout_s)
+            transport.abort("asleep")
+            return True, ""
+        for t in (1, 2):
+            exchange.fetch(t).wait()
+        if rank:
+            time.sleep(4 * timeout_s)
+            transport.abort("done")
+            return True, ""
+        handle = exchange.fetch(3)
+        view = handle._view
+        assert view is not None and handle._mark is not None
+        while not handle._mark.query():
+            time.sleep(0.01)
+        with pytest.raises(PeerError, match=r"rank 1: no copy of lap 1 within") as lost:
+            handle.wait()
+        return bool(torch.isnan(view.view(torch.bfloat16)).all()), str(lost.value)
+
+    all_nan, message = run_ranks(4, main, timeout_s)[0]
+    assert all_nan and "step 3" in message
+
+
 @pytest.mark.parametrize("forgotten", list(Flag))
 def test_each_flag_is_needed(forgotten: Flag, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without waiting for any one of the flags, bytes arrive wrong: the contract sees it."""

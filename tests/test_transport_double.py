@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transport_contract import causal, full, make_call, random_calls
+from transport_contract import carrying, causal, full, make_call, random_calls
 
 from ringfa4.comm.arena import Slots
 from ringfa4.comm.interface import Control, Exchange, Schedule, Transport
@@ -122,6 +122,30 @@ class Deaf(LocalTransport):
         return [parts[0].clone() for _ in parts]
 
 
+class NoReaders(LocalTransport):
+    """A copy is written over although peers may still read it."""
+
+    def wait(self, on: int, ready: Any, what: str, **kwargs: Any) -> None:
+        if not what.startswith("reader of the copy"):
+            super().wait(on, ready, what, **kwargs)
+
+
+class EarlyCopy(LocalTransport):
+    """A copy is read although it has not been carried."""
+
+    def wait(self, on: int, ready: Any, what: str, **kwargs: Any) -> None:
+        if not what.startswith("copy of lap"):
+            super().wait(on, ready, what, **kwargs)
+
+
+class OneCopy(LocalTransport):
+    """The next lap's copy comes in over this lap's."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.own.copies = Slots(1, self.device)
+
+
 def suspect(
     mutant: Mutant, world: int, fn: Callable[[int, Transport, Control], Any], seed: int
 ) -> list[Any]:
@@ -138,6 +162,15 @@ def crowded(rank: int, transport: Transport, control: Control) -> None:
     """Many contributions a call, and ranks that nothing but the transport holds together."""
     for call in range(6):
         make_call(transport, control, full(5, 4096, backward=True), call, agree=False)
+
+
+def carried(rank: int, transport: Transport, control: Control) -> None:
+    """Copies that are used again within a call, and peers that are slow to read them."""
+    domains = ((0, 1), (2, 3), (4, 5), (6, 7))
+    for call in range(4):
+        plans = carrying(domains, 2048, backward=False)
+        pace = (lambda: time.sleep(0.002)) if rank % 2 else (lambda: None)
+        make_call(transport, control, plans, call, agree=False, pace=pace)
 
 
 def runaway(rank: int, transport: Transport, control: Control) -> None:
@@ -167,6 +200,9 @@ FAULTS = [
     (NoPublish, crowded, 5, "read before publish|are not what it published"),
     (WrongSpans, several_spans, 3, "are not what it published"),
     (Deaf, shared_bytes, 3, "own bytes"),
+    (NoReaders, carried, 8, "are not what it published"),
+    (EarlyCopy, carried, 8, "are not what it published|read before publish"),
+    (OneCopy, carried, 8, "are not what it published|overwritten too early"),
 ]
 
 

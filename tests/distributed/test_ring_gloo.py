@@ -8,6 +8,7 @@ import torch
 from distributed.pool import gloo_pool
 from rings import Case, check, run
 
+from ringfa4 import Topology
 from ringfa4 import mask as masks
 
 CASES = {
@@ -40,6 +41,17 @@ def _together(case: Case, parts: list[dict]) -> dict[str, torch.Tensor]:
 def test_processes_compute_the_bits_of_virtual_ranks(name: str, world: int) -> None:
     case = Case(**{**vars(CASES[name]), "world": world})
     with gloo_pool(world) as pool:
+        got = _together(case, pool.run("distributed.ring_work:ring", {"case": case}))
+    check(case, got)
+    virtual = run(case)
+    assert all(torch.equal(got[n], virtual[n]) for n in virtual)
+
+
+def test_processes_carry_for_their_domain() -> None:
+    """Two domains of two, ranks not in order; to the bit what virtual ranks compute."""
+    options = {"topology": Topology(((0, 3), (2, 1)))}
+    case = Case(masks.causal(300), world=4, heads=(4, 2), sink=True, options=options)
+    with gloo_pool(4) as pool:
         got = _together(case, pool.run("distributed.ring_work:ring", {"case": case}))
     check(case, got)
     virtual = run(case)
