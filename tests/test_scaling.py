@@ -7,11 +7,12 @@ import math
 import os
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -234,6 +235,42 @@ def test_seconds_are_summed_by_kind() -> None:
     spans = [Span("wait", 1, 0.0, 1.0), Span("compute", 1, 1.0, 4.0), Span("reduce", 2, 4.0, 4.5)]
     assert seconds(spans, STANDING) == 1.5 and seconds(spans, ("compute",)) == 3.0
     assert seconds(spans, ("finish",)) == 0.0
+
+
+class _FakeEvent:
+    """A CUDA event on a device whose clock goes on by 10 ms for each event recorded."""
+
+    recorded: ClassVar[int] = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        _FakeEvent.recorded += 1
+        self.at_ms = 10.0 * _FakeEvent.recorded
+        self.done = False
+
+    def synchronize(self) -> None:
+        self.done = True
+
+    def elapsed_time(self, later: _FakeEvent) -> float:
+        assert self.done and later.done, "neither is known before it has happened"
+        return later.at_ms - self.at_ms
+
+
+def test_device_spans_are_put_on_the_hosts_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", _FakeEvent)
+    began = time.perf_counter()
+    recorder = DeviceRecorder()
+    with recorder.span("compute", 0):
+        pass
+    with pytest.raises(KeyError), recorder.span("wait", 1):
+        raise KeyError
+    spans = recorder.spans
+    assert [(s.kind, s.step) for s in spans] == [("compute", 0), ("wait", 1)]
+    assert [round(s.seconds, 6) for s in spans] == [0.01, 0.01]
+    assert spans[0].start - began >= 0.01, "an event after the origin"
+    assert spans[1].start - spans[0].stop == pytest.approx(0.01)
 
 
 @pytest.mark.gpu
