@@ -240,21 +240,21 @@ def test_seconds_are_summed_by_kind() -> None:
 class _FakeEvent:
     """A CUDA event on a device whose clock goes on by 10 ms for each event recorded."""
 
-    recorded: ClassVar[int] = 0
+    now_ms: ClassVar[float] = 0.0
+    waited_ms: ClassVar[float] = 0.0
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
 
     def record(self) -> None:
-        _FakeEvent.recorded += 1
-        self.at_ms = 10.0 * _FakeEvent.recorded
-        self.done = False
+        _FakeEvent.now_ms += 10.0
+        self.at_ms = _FakeEvent.now_ms
 
     def synchronize(self) -> None:
-        self.done = True
+        _FakeEvent.waited_ms = max(_FakeEvent.waited_ms, self.at_ms)
 
     def elapsed_time(self, later: _FakeEvent) -> float:
-        assert self.done and later.done, "neither is known before it has happened"
+        assert max(self.at_ms, later.at_ms) <= self.waited_ms, "the host has not waited for it"
         return later.at_ms - self.at_ms
 
 
