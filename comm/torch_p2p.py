@@ -21,8 +21,8 @@ the call number, so that nothing left over is taken for data of this call.
 
 On the CPU messages use connections of our own (:mod:`ringfa4.comm.gloo`), and every wait is bounded
 and polls for failures. On NCCL the caller's group is used and waits are ordered on the stream: the
-host runs on, and the watchdog of NCCL ends the process when a peer is gone. Left out: relaying NCCL
-errors to Python.
+host runs on, and a watchdog of ours says who is gone (:mod:`ringfa4.comm.nccl_watch`). Left out:
+relaying NCCL errors to Python.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ from ringfa4.comm.interface import (
     Transport,
     require_gather_arguments,
 )
+from ringfa4.comm.nccl_watch import WorkWatch
+from ringfa4.comm.streams import CudaEngine
 from ringfa4.errors import ContextBrokenError, PeerError
 
 Operation = tuple[int, Tensor]
@@ -110,8 +112,9 @@ class _GlooMover(_Mover):
 
 
 class _NcclMover(_Mover):
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, control: Control) -> None:
         self._group = group
+        self._watch = WorkWatch(control, CudaEngine(device).enter_thread)
         # A communicator whose first operation is point-to-point must hear from all ranks in it.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
@@ -124,6 +127,7 @@ class _NcclMover(_Mover):
             for peer, data in batch
         ]
         sent, received = Posted(), Posted()
+        self._watch.require_peers()
         if operations:
             # One work may stand for the whole batch: whoever waits for a part waits for all of it.
             works = dist.batch_isend_irecv(operations)
@@ -132,8 +136,10 @@ class _NcclMover(_Mover):
         return sent, received
 
     def settle(self, posted: Posted, what: str, step: int | None) -> None:
-        for work, _, _ in posted.works:
+        self._watch.require_peers()
+        for work, peer, _ in posted.works:
             work.wait()
+            self._watch.watch([work], peer, what, step)
         posted.drop()
 
     def abort(self) -> None:
@@ -141,6 +147,7 @@ class _NcclMover(_Mover):
 
     def close(self) -> None:
         """The group is the caller's."""
+        self._watch.close()
 
 
 class _NoMover(_Mover):
@@ -168,7 +175,7 @@ def _mover(group: dist.ProcessGroup | None, device: torch.device, control: Contr
     if device.type == "cpu":
         return _GlooMover(group, control)
     if device.type == "cuda" and "nccl" in dist.get_backend(group):
-        return _NcclMover(group, device)
+        return _NcclMover(group, device, control)
     raise ValueError(
         f"torch_p2p moves CPU tensors, and CUDA tensors over NCCL; not {device} over "
         f"{dist.get_backend(group)!r}"
