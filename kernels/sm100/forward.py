@@ -34,7 +34,7 @@ from ringfa4.kernels.sm100.products import multiply
 from ringfa4.kernels.sm100.softmax import softmax
 from ringfa4.kernels.sm100.specs import ROWS, ForwardSpec
 
-SOFTMAX_REGISTERS, EPILOGUE_REGISTERS, OTHER_REGISTERS = 96, 64, 32
+SOFTMAX_REGISTERS, EPILOGUE_REGISTERS, OTHER_REGISTERS = 96, 56, 40
 
 
 class Forward:

@@ -31,11 +31,11 @@ def guard(block: Block, thread: Int32) -> None:
     while work < block.works:
         item, _ = block.item(work)
         for number in cutlass.range(item.seg0, item.seg1, unroll=1):
-            segment = Segment.read(block.segments, number, item.first, item.rows)
+            segment = Segment.read(block.segments, number, item)
             for t in cutlass.range(segment.t0, segment.t1, unroll=1):
                 slot, parity = slot_and_parity(v, slots)
                 ptx.mbarrier_wait(block.barrier(barriers.v_full, slot), parity)
-                if segment.cuts(item, t):
+                if segment.cuts(t):
                     marks = block.shared(block.at.v_marks, 16, slot)
                     if thread == 0:
                         ptx.store_shared(marks, *[Int32(0)] * 4)
@@ -55,7 +55,7 @@ def _scan(block: Block, slot: Int32, marks: Int32, thread: Int32) -> None:
     """Zero NaN in a slot of V and mark their tokens."""
     dv = block.spec.dv
     tile = block.shared(block.at.v, ROWS * dv, slot)
-    for n in cutlass.range(dv // 8, unroll=4):
+    for n in cutlass.range(dv // 8, unroll=1):
         chunk = n * THREADS + thread
         address = tile + chunk * 16
         words = ptx.load_shared_words(address)

@@ -1,7 +1,7 @@
 """The load warp, one thread of it: Q of each item, then its records of K and V in order.
 
-A barrier counts a payload's bytes and those of its scales together. Slots of K and of V are rings;
-a position in [0, 2 slots) is a slot and the parity of its use.
+A barrier counts a payload's bytes and those of its scales together. The slots of K and of V are
+rings that advance together; a position in [0, 2 slots) is a slot and the parity of its use.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ def advanced(position: Int32, slots: int) -> Any:
 @cute.jit
 def load(block: Block) -> None:
     slots = block.spec.slots
-    k, v, uses = Int32(0), Int32(0), Int32(0)  # uses: bit t, parity of the uses of tile t's Q
+    position, uses = Int32(0), Int32(0)  # uses: bit t, parity of the uses of tile t's Q
     work = block.first_work
     while work < block.works:
         item, head = block.item(work)
         first = Int32(1)
         head_kv = item.batch * block.heads_kv + head // (block.heads_q // block.heads_kv)
         for number in cutlass.range(item.seg0, item.seg1, unroll=1):
-            segment = Segment.read(block.segments, number, item.first, item.rows)
+            segment = Segment.read(block.segments, number, item)
             for t in cutlass.range(segment.t0, segment.t1, unroll=1):
                 record = segment.record + t
                 if first != 0:
                     _load_q(block, item, head, Int32(0), uses)
-                _load_k(block, record, head_kv, k)
+                _load_k(block, record, head_kv, position)
                 if first != 0:
                     uses = uses ^ 1
                     if item.tiles > 1:
                         _load_q(block, item, head, Int32(1), uses)
                         uses = uses ^ 2
-                _load_v(block, record, head_kv, v)
-                k, v, first = advanced(k, slots), advanced(v, slots), Int32(0)
+                _load_v(block, record, head_kv, position)
+                position, first = advanced(position, slots), Int32(0)
         work += block.ctas
-    _drain(block, k, v, uses)
+    _drain(block, position, uses)
 
 
 def _load_q(block: Block, item: Any, head: Any, tile: Any, uses: Any) -> None:
@@ -107,13 +107,13 @@ def _load_tile(
         ptx.load_box(target + box * ROWS * span, tensor_map, at, full)
 
 
-def _drain(block: Block, k: Any, v: Any, uses: Any) -> None:
+def _drain(block: Block, position: Any, uses: Any) -> None:
     """Wait until nothing loaded is still read: commits must not arrive at a block that is gone."""
     slots, barriers = block.spec.slots, block.barriers
     for _ in range(slots):
-        for position, first in ((k, barriers.k_empty), (v, barriers.v_empty)):
-            slot, parity = slot_and_parity(position, slots)
+        slot, parity = slot_and_parity(position, slots)
+        for first in (barriers.k_empty, barriers.v_empty):
             ptx.mbarrier_wait(block.barrier(first, slot), parity ^ 1)
-        k, v = advanced(k, slots), advanced(v, slots)
+        position = advanced(position, slots)
     for tile in range(2):
         ptx.mbarrier_wait(block.barrier(barriers.q_empty, tile), ((uses >> tile) & 1) ^ 1)

@@ -47,10 +47,10 @@ def multiply(block: Block) -> None:
         count = block.visits(item)
         i = Int32(0)
         for number in cutlass.range(item.seg0, item.seg1, unroll=1):
-            segment = Segment.read(block.segments, number, item.first, item.rows)
+            segment = Segment.read(block.segments, number, item)
             for t in cutlass.range(segment.t0, segment.t1, unroll=1):
                 first, final = Int32(i == 0), Int32(i == count - 1)
-                cut = Int32(segment.cuts(item, t))
+                cut = Int32(segment.cuts(t))
                 for tile in cutlass.range_constexpr(2):
                     if tile < waiting:
                         uses = _values(block, tmem, tile, v, uses, waiting, later, last)

@@ -71,13 +71,13 @@ def softmax(block: Block, tile: Int32, half: Int32, warp: Int32) -> None:
             first = Int32(1)
             low = item.first + tile * ROWS + warp * 32
             for number in cutlass.range(item.seg0, item.seg1, unroll=1):
-                segment = Segment.read(block.segments, number, item.first, item.rows)
+                segment = Segment.read(block.segments, number, item)
                 for t in cutlass.range(segment.t0, segment.t1, unroll=1):
                     ptx.mbarrier_wait(full, records)
                     records = records ^ 1
                     ptx.after_thread_sync()
                     where = Where(tile, half, warp, tmem, low, t * ROWS + half * KEYS)
-                    if segment.cuts(item, t):
+                    if segment.cuts(t):
                         slot, _ = slot_and_parity(position, slots)
                         marks = block.shared(block.at.v_marks, 16, slot) + half * 8
                         reference, sums = _record(
@@ -134,7 +134,7 @@ def _record(
     ptx.arrive_once(block.barrier(block.barriers.s_loaded, tile), lane)
     ptx.wall()
     if cutlass.const_expr(segment is not None):
-        j0, j1 = segment.seen_by(where.low + lane, 1)
+        j0, j1 = segment.seen_by(where.low + lane)
         masks = [
             ptx.low_ones(j1 - where.start - n) & ~ptx.low_ones(j0 - where.start - n)
             for n in range(0, KEYS, BLOCK)

@@ -39,8 +39,9 @@ class Item:
 
 @dataclass(frozen=True)
 class Segment:
-    """One line of the segments table, and the records [t0, t1) of the chunk in which some of an
-    item's rows see a key.
+    """One line of the segments table, for the rows of an item.
+
+    Some of them see a key of the chunk's records [t0, t1); all of them see all keys of [w0, w1).
     """
 
     record: Int32
@@ -52,31 +53,33 @@ class Segment:
     hi: Int32
     t0: Int32
     t1: Int32
+    w0: Int32
+    w1: Int32
 
     @classmethod
-    def read(cls, segments: Int64, number: Int32, first: Int32, rows: Int32) -> Segment:
-        """For ``rows`` queries from ``first`` of their chunk on."""
+    def read(cls, segments: Int64, number: Int32, item: Item) -> Segment:
         address = segments + Int64(number) * (4 * SEGMENT_WORDS)
         record, q0, q1, k0 = ptx.load_words(address)
         k1, lo, hi, _ = ptx.load_words(address + 16)
-        i0, i1 = cutlass.max(q0, first), cutlass.min(q1, first + rows)
+        first, stop = item.first, item.first + item.rows
+        i0, i1 = cutlass.max(q0, first), cutlass.min(q1, stop)
         j0, j1 = cutlass.max(k0, i0 + lo), cutlass.min(k1, i1 + hi)
         some = Int32((i0 < i1) & (j0 < j1))
         t0 = j0 >> ROW_BITS
         t1 = t0 + some * (((j1 + (ROWS - 1)) >> ROW_BITS) - t0)
-        return cls(record, q0, q1, k0, k1, lo, hi, t0, t1)
+        inside = Int32((first >= q0) & (stop <= q1))
+        w0 = (cutlass.max(k0, stop - 1 + lo) + (ROWS - 1)) >> ROW_BITS
+        w1 = (inside * cutlass.min(k1, first + hi + 1)) >> ROW_BITS
+        return cls(record, q0, q1, k0, k1, lo, hi, t0, t1, w0, w1)
 
-    def cuts(self, item: Item, t: Int32) -> Any:
-        """Whether some row of the item does not see all of the chunk's record ``t``."""
-        j0, j1 = self.seen_by(item.first, item.rows)
-        start = t << ROW_BITS
-        return (start < j0) | (j1 < start + ROWS)
+    def cuts(self, t: Int32) -> Any:
+        """Whether some row of the item does not see all of the record ``t``."""
+        return (t < self.w0) | (t >= self.w1)
 
-    def seen_by(self, first: Int32, rows: int | Int32) -> tuple[Any, Any]:
-        """The keys [j0, j1) of the chunk that all of ``rows`` queries see; j1 <= j0 for none."""
-        last = first + (rows - 1)
-        inside = Int32((first >= self.q0) & (last < self.q1))
-        j0, j1 = cutlass.max(self.k0, last + self.lo), cutlass.min(self.k1, first + self.hi + 1)
+    def seen_by(self, row: Int32) -> tuple[Any, Any]:
+        """The keys [j0, j1) of the chunk that a query sees; j1 <= j0 for none."""
+        inside = Int32((row >= self.q0) & (row < self.q1))
+        j0, j1 = cutlass.max(self.k0, row + self.lo), cutlass.min(self.k1, row + self.hi + 1)
         return j0, j0 + inside * (j1 - j0)
 
 
@@ -85,6 +88,6 @@ def visits(segments: Int64, item: Item) -> Int32:
     """How many records the item visits."""
     count = Int32(0)
     for number in cutlass.range(item.seg0, item.seg1, unroll=1):
-        segment = Segment.read(segments, number, item.first, item.rows)
+        segment = Segment.read(segments, number, item)
         count += segment.t1 - segment.t0
     return count
