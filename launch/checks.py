@@ -38,8 +38,9 @@ import torch
 from torch import Tensor
 
 from ringfa4.launch.peers import Peers
-from ringfa4.launch.samples import gather_rows, membership, positions_of, sample_positions
+from ringfa4.launch.samples import gather_rows, membership, sample_positions
 from ringfa4.mask import Mask
+from ringfa4.ops import positions
 from ringfa4.shard import Shard, Sharding
 
 RMS_LIMIT = 1.0
@@ -191,7 +192,7 @@ class Checker:
 
     def _key_blocks(self, q: Tensor, i: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """(logits, allowed, k, v) of sampled queries against this rank's keys, block by block."""
-        j = positions_of(self.k_shard, q.device)
+        j = positions(self.k_shard, q.device)
         for a in range(0, len(j), BLOCK):
             k, v = (_grouped(x[:, a : a + BLOCK], self.heads_kv) for x in (self.t.k, self.t.v))
             seen = membership(self.mask, i, j[a : a + BLOCK])[:, None, None]
@@ -283,7 +284,7 @@ class Checker:
         """(positions, q, dout, lse, delta) of this rank's queries, block by block, grouped fp64."""
         t = self.t
         assert t.dout is not None
-        i = positions_of(self.q_shard, t.q.device)
+        i = positions(self.q_shard, t.q.device)
         for a in range(0, len(i), BLOCK):
             q, out, dout = (
                 _grouped(x[:, a : a + BLOCK], self.heads_kv) for x in (t.q, t.out, t.dout)

@@ -72,9 +72,3 @@ def membership(mask: Mask, i: Tensor, j: Tensor) -> Tensor:
             seen |= inside
         rows.append(seen)
     return torch.stack(rows)
-
-
-def positions_of(shard: Shard, device: torch.device) -> Tensor:
-    """Global positions of a shard's rows, int64, in local order."""
-    runs = [torch.tensor(c.positions(), dtype=torch.int64, device=device) for c in shard.chunks]
-    return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device=device)

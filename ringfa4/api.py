@@ -194,7 +194,9 @@ class ContextParallel:
         embeddings and losses need them.
         """
         _require_side(side)
-        return ops.positions(self.problem, side, self.rank).to(self.context.device)
+        problem = self.problem
+        sharding = problem.q_sharding if side == "q" else problem.k_sharding
+        return ops.positions(sharding.shards[self.rank], self.context.device)
 
     def position_ids(self, *, side: str = "q") -> Tensor:
         """(mask rows, s) int64: how far each of this rank's tokens is from the start of its

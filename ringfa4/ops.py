@@ -27,7 +27,7 @@ from ringfa4 import ring
 from ringfa4.context import Context
 from ringfa4.problem import Problem, check_sink, softmax_scale
 from ringfa4.ring import sum_dtype
-from ringfa4.shard import Sharding
+from ringfa4.shard import Shard, Sharding
 
 _problems: WeakValueDictionary[int, Problem] = WeakValueDictionary()
 _handles = itertools.count()
@@ -185,19 +185,21 @@ def _sharding(problem: Problem, side: str) -> Sharding:
     return problem.q_sharding if side == "q" else problem.k_sharding
 
 
-def positions(problem: Problem, side: str, rank: int) -> Tensor:
-    """Global positions (int64, CPU) of a rank's tokens, in local order."""
-    chunks = _sharding(problem, side).shards[rank].chunks
-    runs = [torch.arange(c.start, c.start + c.stride * c.count, c.stride) for c in chunks]
-    return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
+def positions(shard: Shard, device: torch.device) -> Tensor:
+    """Global positions (int64) of a shard's tokens, in local order."""
+    runs = [
+        torch.arange(c.start, c.start + c.stride * c.count, c.stride, device=device)
+        for c in shard.chunks
+    ]
+    return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device=device)
 
 
 @torch.library.custom_op("ringfa4::shard", mutates_args=())
 def shard(x: Tensor, handle: int, dim: int, side: str) -> Tensor:
     """This rank's positions of ``x`` along ``dim``. Local; its backward gathers from all ranks."""
     problem = _problem(handle)
-    index = positions(problem, side, problem.context.rank)
-    return x.index_select(dim, index.to(x.device))
+    own = _sharding(problem, side).shards[problem.context.rank]
+    return x.index_select(dim, positions(own, x.device))
 
 
 @shard.register_fake
@@ -233,7 +235,7 @@ def unshard(x: Tensor, handle: int, dim: int, side: str) -> Tensor:
         )
         whole = first.new_empty(_sharding(problem, side).seq, *rest)
         for rank, part in enumerate(parts):
-            index = positions(problem, side, rank).to(x.device)
+            index = positions(_sharding(problem, side).shards[rank], x.device)
             whole[index] = part.view(x.dtype).view(-1, *rest)
         return whole.movedim(0, dim).contiguous()
 
