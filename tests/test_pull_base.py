@@ -77,7 +77,6 @@ class PullContract(InThreads):
 
 class TestEvents(PullContract):
     runner = staticmethod(runner(event_transport, 0.004))
-    takes_turns = True
 
 
 class TestWords(PullContract):

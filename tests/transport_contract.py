@@ -473,9 +473,6 @@ class TransportContract:
     )
     """Of the tests in which ranks carry records for each other."""
     late_s = 2.0
-    takes_turns = False
-    """One rank's host works at a time: who sleeps in its turn keeps others from publishing, and
-    whoever waits for those names them."""
     """Timeout of the tests in which a rank is late."""
 
     def run(self, world: int, body: Callable[..., Any], **kwargs: Any) -> list[Any]:
@@ -570,8 +567,6 @@ class TransportContract:
         endings = self.endings(3, self.late_s, late, culprit=1, where=where)
         for rank, ending in enumerate(endings):
             assert ending.error in ("PeerError", "ContextBrokenError"), (rank, ending)
-        if self.takes_turns:
-            return
         accused = [e.message for r, e in enumerate(endings) if r != 1]
         # Who waits for a rank that waits for rank 1 may run out of patience at the same moment.
         named = [m for m in accused if "rank 1: no " in m and f"within {self.late_s:g} s" in m]

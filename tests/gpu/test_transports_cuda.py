@@ -45,12 +45,10 @@ def late_on_gpu(
 
 class TestVirtualRanks(InThreads):
     runner = staticmethod(on_gpu)
-    takes_turns = True
 
 
 class TestVirtualRanksOnLateCopies(InThreads):
     runner = staticmethod(late_on_gpu)
-    takes_turns = True
     many_calls = 20
 
 
