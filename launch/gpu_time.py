@@ -8,12 +8,12 @@ table adds up to the wall clock. What a kernel is follows from its name (:data:`
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 
 KINDS: Mapping[str, tuple[str, ...]] = {
     "attention, before and after": (
@@ -75,7 +75,7 @@ def shares(what: Iterable[Ran]) -> dict[str, tuple[float, int]]:
         [(x.start, 1, n) for n, x in enumerate(events)]
         + [(x.stop, 0, n) for n, x in enumerate(events)]
     )
-    given: Counter[str] = Counter()
+    given: defaultdict[str, float] = defaultdict(float)
     active: set[int] = set()
     last = edges[0][0] if edges else 0
     for at, starts, n in edges:
@@ -89,7 +89,8 @@ def shares(what: Iterable[Ran]) -> dict[str, tuple[float, int]]:
         else:
             active.discard(n)
     count = Counter(kind_of(x.name) for x in events)
-    return {kind: (ns * 1e-9, count[kind]) for kind, ns in given.most_common()}
+    longest = sorted(given.items(), key=lambda item: -item[1])
+    return {kind: (ns * 1e-9, count[kind]) for kind, ns in longest}
 
 
 def table(times: Mapping[str, tuple[float, int]]) -> str:

@@ -144,17 +144,17 @@ def report_rings(
             rate = flops[n] / seconds[n] * 1e-12
             print(f"{name:36} {what:8} {seconds[n] * 1e3:9.2f} ms {rate:5.0f} TFLOPS {over}")
 
-    for name, (there, back) in direct_calls(x).items():
-        direct[name] = median_s(there, burst), median_s(back, burst)
+    for name, calls in direct_calls(x).items():
+        direct[name] = median_s(calls[0], burst), median_s(calls[1], burst)
         show(name, direct[name], "")
     for kernel in kernels:
         for world in worlds:
-            calls = ring_calls(x, world, kernel, burst, where=where)
-            timed = calls[:-1] if where else calls
+            passes = ring_calls(x, world, kernel, burst, where=where)
+            timed = passes[:-1] if where else passes
             there, back = (statistics.median(c.seconds[n] for c in timed) for n in (0, 1))
             name = f"ring of {world}, {kernel}"
             show(name, (there, back), LIBRARY[kernel])
-            for what, times in zip(("forward", "backward"), calls[-1].where or (), strict=False):
+            for what, times in zip(("forward", "backward"), passes[-1].where or (), strict=False):
                 print(f"{name}, {what}, by the profiler:\n{table(times)}")
 
 
