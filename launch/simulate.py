@@ -90,6 +90,9 @@ def parser() -> Parser:
         "--direct", action="store_true", help="read across domains directly: nobody carries"
     )
     how.add_argument("--fused", action="store_true", help="merges in the kernel's epilogue")
+    how.add_argument(
+        "--at-once", type=count, default=4, help="partials merged in one pass (default 4)"
+    )
     how.add_argument("--depth", type=count, default=1, help="steps fetched ahead (default 1)")
     how.add_argument("--forward-only", action="store_true")
     where = made.add_argument_group("the machine")
@@ -215,7 +218,7 @@ def outcome(
     )
     as_wire = "mxfp8" if case.wire in MX_WIRES else "bf16"
     taken = kernel or options.kernel or as_wire
-    return simulate(numbers, machine, Setting(taken, options.fused, options.depth))
+    return simulate(numbers, machine, Setting(taken, options.fused, options.at_once, options.depth))
 
 
 # ---- where MXFP8 on the wire begins to pay ------------------------------------------------------
@@ -325,7 +328,7 @@ def results_table(outcomes: Sequence[tuple[Case, Outcome]]) -> list[tuple[str, .
                 f"{100 * (found.exposed['fetch'] + found.exposed['carry']) / total:.1f}%",
                 f"{100 * found.exposed['grads'] / total:.1f}%",
                 f"{found.binds} ({100 * found.units[found.binds] / total:.0f}%)",
-                bytes_text(found.memory_bytes),
+                f"{bytes_text(found.memory_bytes)} ({100 * found.memory_share:.0f}%)",
             )
         )
     return rows

@@ -32,9 +32,6 @@ from ringfa4.launch.simulate_machine import Machine
 
 KERNELS = ("mxfp8", "bf16")
 
-AT_ONCE = 4
-"""Partials that one pass over the state merges (:mod:`ringfa4.state`)."""
-
 COMPUTE = ("agree", "encode", "kernel", "merge", "convert", "reduce", "finish")
 """Kinds of work on the compute lane."""
 
@@ -44,19 +41,21 @@ class Setting:
     """What is not the plan's nor the machine's.
 
     ``kernel``: in which format it computes; one that differs from the wire's converts on arrival.
-    ``fused``: the kernel keeps the state in its epilogue, so merges cost nothing.
-    ``depth``: how many steps ahead records are fetched (the ring's own: 1).
+    ``fused``: the kernel keeps the state in its epilogue, so merges cost nothing. ``at_once``: how
+    many partials one pass over the state merges (:mod:`ringfa4.state`: 4). ``depth``: how many
+    steps ahead records are fetched (the ring's own: 1).
     """
 
     kernel: str = "mxfp8"
     fused: bool = False
+    at_once: int = 4
     depth: int = 1
 
     def __post_init__(self) -> None:
         if self.kernel not in KERNELS:
             raise ValueError(f"unknown kernel {self.kernel!r}; there are {sorted(KERNELS)}")
-        if self.depth < 1:
-            raise ValueError(f"records are fetched at least one step ahead: {self.depth=}")
+        if self.depth < 1 or self.at_once < 1:
+            raise ValueError(f"at least one each: {self.depth=}, {self.at_once=}")
 
 
 class Costs:
@@ -81,14 +80,14 @@ class Costs:
         return self.numbers.flops(work.pairs) / self.flops_per_s + self.step_s
 
     def merge(self, work: Work, *, first: bool) -> float:
-        """Forward: the partial in (2 B), acc in and out (4 + 4 B) once for :data:`AT_ONCE` of them.
+        """Forward: the partial in (2 B), acc in and out (4 + 4 B) once for ``at_once`` of them.
         Backward: the kernel's dQ (2 B) into a sum (4 + 4 B), dK/dV from 2 B to 4 B.
         """
         if self.setting.fused:
             return 0.0
         shape = self.numbers.shape
         if not self.numbers.backward:
-            return work.rows * shape.heads * shape.dv * (2 + 8 / AT_ONCE) / self.copy
+            return work.rows * shape.heads * shape.dv * (2 + 8 / self.setting.at_once) / self.copy
         moved = work.rows * shape.heads * shape.dk * (6 if first else 10)
         moved += work.records * record_bytes("fp32", shape) * 6 // 4
         return moved / self.copy
@@ -379,7 +378,13 @@ class Outcome:
     @property
     def memory_bytes(self) -> int:
         """Of the rank that holds most: tensors, state and the transport's buffers."""
-        return max(memory(self.numbers, rank) for rank in range(self.numbers.world))
+        ranks = range(self.numbers.world)
+        return max(memory(self.numbers, rank, self.setting.at_once) for rank in ranks)
+
+    @property
+    def memory_share(self) -> float:
+        """Of the machine's memory."""
+        return self.memory_bytes / (self.machine.rate("memory_gib") * 2**30)
 
 
 def simulate(numbers: Numbers, machine: Machine, setting: Setting) -> Outcome:
@@ -391,7 +396,7 @@ def simulate(numbers: Numbers, machine: Machine, setting: Setting) -> Outcome:
     return Outcome(numbers, machine, setting, ops, ring.wires.links, seconds, kernel_s)
 
 
-def memory(numbers: Numbers, rank: int) -> int:
+def memory(numbers: Numbers, rank: int, at_once: int) -> int:
     """Bytes that one attention call holds on ``rank``: bf16 tensors, fp32 state, and buffers.
 
     Forward: q, k, v, out, lse, the state and partials that wait; two outboxes, two fetch buffers.
@@ -410,7 +415,7 @@ def memory(numbers: Numbers, rank: int) -> int:
     copy = max((work.carried for own in numbers.steps for work in own), default=0)
     held = q + kv + out + lse + 2 * (outbox + fetched + copy)
     if not numbers.backward:
-        return held + (2 + AT_ONCE - 1) * out + 2 * lse
+        return held + (2 + at_once - 1) * out + 2 * lse
     largest = max((work.returned for own in numbers.steps for work in own), default=0)
     records = numbers.plan.k_sharding.shards[rank].records
     sums = 2 * q + (records + 2 * copy // record) * record_bytes("fp32", shape)

@@ -180,6 +180,8 @@ def test_merges_cost_their_bytes_unless_the_kernel_does_them() -> None:
     numbers, slow = planned(masks.full(1024), 4), machine(copy_gbs=1.0)
     apart = simulate(numbers, slow, Setting("bf16"))
     assert apart.spent["merge"] == pytest.approx(256 * 2 * 64 * (4 * 2 + 8) / 1e9)
+    single = simulate(numbers, slow, Setting("bf16", at_once=1))
+    assert single.spent["merge"] == pytest.approx(256 * 2 * 64 * 4 * 10 / 1e9)
     assert simulate(numbers, slow, Setting("bf16", fused=True)).spent["merge"] == 0.0
 
 
@@ -336,8 +338,9 @@ def test_a_rate_that_is_missing_or_wrong_is_named() -> None:
             MACHINES["h200x8"].replaced({name: value})
     with pytest.raises(ValueError, match="'fp4'"):
         Setting("fp4")
-    with pytest.raises(ValueError, match="depth=0"):
-        Setting(depth=0)
+    for wrong in ({"depth": 0}, {"at_once": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}=0"):
+            Setting(**wrong)
 
 
 def test_every_machine_says_where_its_rates_are_from() -> None:
