@@ -17,6 +17,7 @@ on one GPU overlap: they are :mod:`ringfa4.comm.cuda_local`, and :func:`run_rank
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -227,10 +228,14 @@ class LocalTransport(Transport):
     def wait_for_readers(self, slot: int, step: int | None = None) -> None:
         """Until whoever reads what copy ``slot`` holds has read it."""
         number, readers = self.readers[slot]
+
+        def has_read(peer: int, at: _Rank) -> bool:
+            return at.read.get(peer, (-1, -1)) >= number
+
         for peer in readers:
             self.wait(
                 self.rank,
-                lambda at, peer=peer: at.read.get(peer, (-1, -1)) >= number,  # type: ignore[misc]
+                functools.partial(has_read, peer),
                 f"reader of the copy of lap {number[1]}",
                 late=peer,
                 step=step,

@@ -329,6 +329,8 @@ class _P2PExchange(Exchange):
     def _carry(self, transfers: StepTransfers, step: int) -> None:
         """Start what this rank brings over, and what another one brings over from here."""
         carry, receives = transfers.carry, []
+        if carry is None and transfers.lend is None:
+            return
         if carry is not None:
             for at, sent in self._lent.pop(carry.lap - 2, ()):
                 self.transport.settle(sent, f"reader of the copy of lap {carry.lap - 2}", at)
