@@ -114,6 +114,10 @@ def maximum(*values: Float32) -> Any:
     return _asm(f"max.NaN.f32 {operands};", [Float32], *values, pure=True)
 
 
+def maximum_constant(x: Float32, y: float) -> Any:
+    return _asm(f"max.NaN.f32 $0, $1, {constant(y)};", [Float32], x, pure=True)
+
+
 def exp2(x: Float32) -> Any:
     return _asm("ex2.approx.ftz.f32 $0, $1;", [Float32], x, pure=True)
 
@@ -124,6 +128,10 @@ def fma_pair(x: Int64, y: Int64, z: Int64, rounding: str = "rn") -> Any:
 
 def subtract_pair(x: Int64, y: Int64) -> Any:
     return _asm("sub.rn.f32x2 $0, $1, $2;", [Int64], x, y, pure=True)
+
+
+def add_pair(x: Int64, y: Int64) -> Any:
+    return _asm("add.rn.f32x2 $0, $1, $2;", [Int64], x, y, pure=True)
 
 
 def multiply_pair(x: Int64, y: Int64) -> Any:

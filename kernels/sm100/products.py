@@ -146,7 +146,10 @@ def _values(
     ):
         ptx.copy_scales(region + column, ptx.matrix_descriptor(source, ptx.SCALES))
     b = ptx.matrix_descriptor(block.shared(at.v, ROWS * spec.dv, slot), ptx.k_major(ROWS))
-    for step in cutlass.range_constexpr(ROWS // 32):
+    for step, begins in ((0, True), (2, False), (1, False), (3, False)):
+        if cutlass.const_expr(step == 1):
+            _wait_full(block, barriers.p_rest + tile, uses, P_USES + tile)
+            ptx.after_thread_sync()
         ptx.product(
             tmem + OUT[tile],
             region + (P + 8 * step),
@@ -154,7 +157,7 @@ def _values(
             Int32(ptx.product_descriptor(spec.dv) | ptx.scale_bytes(step)),
             region + P_SCALES,
             region + V_SCALES,
-            later if step == 0 else Int32(1),
+            later if begins else Int32(1),
         )
     if tile == tiles - 1:
         ptx.commit(block.barrier(barriers.v_empty, slot))

@@ -146,6 +146,12 @@ def _record(
     own = ptx.maximum(*tops)
     row = block.row(tile, warp * 32 + lane)
     ptx.store_shared(row + TOP + half * 4, own)
+    floor = ptx.add_constant(reference, FLOOR)
+    tops = [ptx.maximum(x, floor) for x in tops]
+    values = _exponentials(logits[:BLOCK], c, tops[0], block.spec.emulated)
+    early, words = _sum(values), _packed(values)
+    ptx.wall()  # the exponentials stay on this side: the barrier is reached while they run
+
     barrier(barrier_id=PAIRS + tile * 4 + warp, number_of_threads=64)
     top = ptx.maximum(own, ptx.load_shared_float(row + TOP + (half ^ 1) * 4))
     moves = ptx.greater(top, ptx.add_constant(reference, LAG))
@@ -158,8 +164,6 @@ def _record(
         if first == 0:
             columns = block.spec.dv // 2
             _rescale(where.tmem + (OUT[0] + half * columns), factors, columns)
-    floor = ptx.add_constant(reference, FLOOR)
-    tops = [ptx.maximum(x, floor) for x in tops]
     codes = [_code(x, reference) for x in tops]
     scales = ptx.low_bytes(codes)
     if cutlass.const_expr(segment is not None):
@@ -169,31 +173,49 @@ def _record(
     ptx.fence_proxy_async()
     ptx.wall()
     target = where.tmem + (half * (KEYS // 4) + S[0] + P)
-    values = _exponentials(logits[:BLOCK], c, tops[0], block.spec.emulated)
-    ptx.tmem_store(target, [ptx.to_e4m3(values[m : m + 4]) for m in range(0, BLOCK, 4)])
-    sums = _added(values, codes[0], sums)
+    _publish(target, words, block.barrier(block.barriers.p_ready, tile), lane)
     values = _exponentials(logits[BLOCK:], c, tops[1], block.spec.emulated)
-    ptx.tmem_store(target + 8, [ptx.to_e4m3(values[m : m + 4]) for m in range(0, BLOCK, 4)])
+    rest = block.barrier(block.barriers.p_rest, tile)
+    _publish(target + 8, _packed(values), rest, lane)
+    sums = _weighted(early, codes[0], sums)
+    return reference, _weighted(_sum(values), codes[1], sums)
+
+
+def _publish(target: Any, words: list[Any], ready: Any, lane: Any) -> None:
+    """A block of P to tensor memory; what follows does not delay the arrival."""
+    ptx.tmem_store(target, words)
     ptx.tmem_wait_stores()
     ptx.before_thread_sync()
     sync_warp()
-    ptx.arrive_once(block.barrier(block.barriers.p_ready, tile), lane)
+    ptx.arrive_once(ready, lane)
     ptx.wall()
-    return reference, _added(values, codes[1], sums)
 
 
-def _added(values: list[Any], code: Any, sums: Any) -> Any:
-    """A pair of partial sums and a block's values times its scale."""
+def _packed(values: list[Any]) -> list[Any]:
+    return [ptx.to_e4m3(values[n : n + 4]) for n in range(0, BLOCK, 4)]
+
+
+def _sum(values: list[Any]) -> Any:
+    """Of a block, as a pair."""
+    total = ptx.pair(*values[:2])
+    for n in range(2, BLOCK, 2):
+        total = ptx.add_pair(total, ptx.pair(*values[n : n + 2]))
+    return total
+
+
+def _weighted(values: Any, code: Any, sums: Any) -> Any:
+    """The sums and a block's times its scale."""
     weight = ptx.from_bits(ptx.shift_left(code, 23))
-    weights = ptx.pair(weight, weight)
-    for n in range(0, BLOCK, 2):
-        sums = ptx.fma_pair(ptx.pair(*values[n : n + 2]), weights, sums)
-    return sums
+    return ptx.fma_pair(values, ptx.pair(weight, weight), sums)
 
 
 def _code(top: Any, reference: Any) -> Any:
-    """E8M0 code top - 8 - reference + 127 in the low byte; its shift by 23 is the scale in fp32."""
-    return ptx.bits(ptx.add_constant(ptx.subtract(top, reference), CODE - FLOOR))
+    """E8M0 code top - 8 - reference + 127 in the low byte; its shift by 23 is the scale in fp32.
+
+    Not below 0: where the reference has moved that far, P counts for less than 2^FLOOR anyhow.
+    """
+    code = ptx.maximum_constant(ptx.subtract(top, reference), FLOOR)
+    return ptx.bits(ptx.add_constant(code, CODE - FLOOR))
 
 
 def _ceiling(logits: list[Any], c: Any) -> Any:
@@ -217,6 +239,7 @@ def _rescale(output: Int32, factors: Int64, columns: cutlass.Constexpr) -> None:
         for n in cutlass.range_constexpr(0, 16, 2):
             scaled += ptx.halves(ptx.multiply_pair(ptx.pair(*values[n : n + 2]), factors))
         ptx.tmem_store(output + column, [ptx.bits(x) for x in scaled])
+        ptx.tmem_wait_stores()
 
 
 def _exponentials(logits: list[Any], c: Any, top: Any, emulated: int) -> list[Any]:

@@ -169,7 +169,7 @@ class Barriers:
         v_empty                    products (commit), guard     -> load
         s_full                     products (commit)            -> softmax of the tile
         s_loaded                   softmax, once a warp         -> products
-        p_ready                    softmax, once a warp         -> products
+        p_ready, p_rest            softmax, once a warp         -> products
         v_clean                    guard, of records with masks -> products
         o_full                     products (commit), softmax   -> epilogue
         o_empty                    epilogue, once a warp        -> products, softmax
@@ -182,6 +182,7 @@ class Barriers:
     s_full: int
     s_loaded: int
     p_ready: int
+    p_rest: int
     o_full: int
     o_empty: int
     k_full: int
@@ -193,12 +194,12 @@ class Barriers:
 
     @classmethod
     def of(cls, slots: int) -> Barriers:
-        tiles = list(range(0, 14, 2))
-        return cls(*tiles, *(14 + slots * n for n in range(6)))
+        tiles = list(range(0, 16, 2))
+        return cls(*tiles, *(16 + slots * n for n in range(6)))
 
     @property
     def arrivals(self) -> list[int]:
         """How many complete a phase, barrier by barrier."""
         slots = self.count - self.v_clean
-        tiles = [1] * 6 + [8] * 4 + [9] * 2 + [4] * 2
+        tiles = [1] * 6 + [8] * 6 + [9] * 2 + [4] * 2
         return tiles + [1] * (3 * slots) + [3] * slots + [1] * slots
