@@ -91,7 +91,8 @@ def test_units_are_instructions_times_what_they_take() -> None:
     assert found["exp"] == 8 and found["fma"] == 2 and found["pack"] == 4 and found["alu"] == 2
     assert found["issue"] == 5
     assert units(counted("x", entry(arch="sm_103a")))["exp"] == 4
-    assert units(counted("x", entry(warps=2)))["issue"] == 10
+    two = units(counted("x", entry(warps=2)))
+    assert (two["issue"], two["exp"], two["mma"]) == (10, 16, 1024)
 
 
 def test_rescaling_by_another_warp_is_charged_as_often_as_a_maximum_is_new() -> None:
@@ -189,17 +190,31 @@ def test_rescaling_holds_the_product_of_p() -> None:
 
 
 def test_the_scales_of_one_tile_wait_until_the_other_is_loaded() -> None:
+    """S of either tile follows the loads of the other, so loads of 1,000 cycles take turns."""
     late = [Op("other", 10)] * 100
     ops = (Op("other", 1, event="S"), P, *late, Op("other", 1, event="loaded"))
     timing = Timing(exp=8, product=10, handshake=0)
     free, bound = (cycles(Kernel(ops, (1.0,), shared), timing) for shared in (False, True))
-    assert bound >= free
+    assert free == pytest.approx(1000 / 2, rel=0.05) and bound == pytest.approx(1000, rel=0.05)
 
 
 def test_warps_of_a_tile_meet() -> None:
-    """Neither passes the barrier alone, so a tile takes no less than the barrier's way round."""
+    """Neither passes the barrier before the other has come to it."""
     meet = Op("other", 1, event="pair")
-    assert cycles(loop(*[Op("exp", 1)] * 50, meet, warps=2), QUICK) >= 800
+    kernel = loop(*[Op("exp", 1)] * 10, meet, *[Op("exp", 1)] * 10, warps=2)
+    run = Replay(kernel, QUICK, FAIR)
+    issue, met = run._issue, []
+
+    def watched(warp: Any, now: float) -> None:
+        if kernel.loop[warp.at] is meet:
+            (other,) = (w for w in run.warps if w.tile == warp.tile and w is not warp)
+            met.append((other.turn, other.at) >= (warp.turn, warp.at))
+        issue(warp, now)
+
+    run._issue = watched  # type: ignore[method-assign]
+    run.run(turns=6)
+    assert len(met) >= 20 and all(met)
+    assert len(run.events["P", 0]) <= 6, "P is published once a turn, by the later warp"
     with pytest.raises(ValueError, match="meet"):
         loop(meet)
 
@@ -260,6 +275,16 @@ def test_the_loop_is_the_shortest_way_round() -> None:
     assert sass.tally(code)["MUFU"] == 2 and "FSEL" not in sass.tally(code)
     with pytest.raises(ValueError, match="3 MUFU"):
         sass.loop(sass.parse(listing(*LOOP)), "MUFU", 3)
+
+
+def test_the_shortest_way_has_fewest_instructions_not_blocks() -> None:
+    two_ways = (
+        *(".L_x_0:", "LDTM.x32 R4, tmem[UR5]", "@P1 BRA `(.L_x_1)"),
+        *(*["FSEL R4, R4, -INF, P2"] * 9, "BRA `(.L_x_3)"),
+        *(".L_x_1:", "NOP", ".L_x_2:", "NOP"),
+        *(".L_x_3:", "MUFU.EX2 R4, R4", "BRA.U UP0, `(.L_x_0)", "EXIT"),
+    )
+    assert "FSEL" not in sass.tally(sass.loop(sass.parse(listing(*two_ways)), "MUFU", 1))
 
 
 def test_a_stream_begins_at_the_wait_for_s_and_knows_its_events() -> None:
