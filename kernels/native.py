@@ -185,7 +185,7 @@ def _beside(a: Tensor, b: Tensor) -> Tensor | None:
 class NativeKernel(BlockKernel):
     """A kernel that computes one band per library call.
 
-    ``most_elements``: of the memory that a tensor of one call spans, gaps included; None: no limit.
+    ``most_elements``: of a tensor of one call, strides not counted; None: no limit.
     """
 
     most_elements: int | None = None
@@ -291,9 +291,8 @@ class NativeKernel(BlockKernel):
                     yield call.part(piece)
 
     def _sized(self, call: Call, q: Tensor) -> Iterator[Call]:
-        """Parts of a call whose tensors span at most ``most_elements``."""
-        batch, heads = call.k.shape[0], q.shape[2]
-        token = max(heads * q.shape[-1], heads * call.v.shape[-1], call.k.stride(1), q.stride(1))
+        """Parts of a call whose tensors have at most ``most_elements``."""
+        batch, token = call.k.shape[0], q.shape[2] * max(q.shape[-1], call.v.shape[-1])
         side = max(call.box.q1, call.box.k1)
         if self.most_elements is None or batch * side * token <= self.most_elements:
             yield call

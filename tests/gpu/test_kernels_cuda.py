@@ -61,7 +61,9 @@ class OnCuda(KernelContract):
     @pytest.mark.slow
     @pytest.mark.parametrize("batch, seq, keys", [(1, 2**21 + 4096, 4096), (3, 2**20, 2**20)])
     def test_past_two_billion_elements(self, batch: int, seq: int, keys: int) -> None:
-        """q, out, dout and dq of more than 2^31 elements: the first and last rows are right."""
+        """q, out, dout and dq of more than 2^31 elements: rows all over are right, among them those
+        around 2^29, 2^30 and 2^31 elements and the last.
+        """
         if torch.cuda.get_device_properties(0).total_memory < 100 << 30:
             pytest.skip("needs 100 GiB of GPU memory")
         near = 256
@@ -70,7 +72,8 @@ class OnCuda(KernelContract):
         out, lse = self.forward(case)
         dq, _, dv = KernelContract.backward(self, case, out, lse)
         for row in (0, batch - 1):
-            for rows in (slice(0, near), slice(seq - near, seq)):
+            for stop in (*range(near, seq, 2**18), *range(2**18, seq, 2**18), seq):
+                rows = slice(stop - near, stop)
                 first = 0 if keys < seq else max(0, rows.start - near)
                 seen = slice(first, keys if keys < seq else rows.stop)
                 at = slice(row, row + 1)
