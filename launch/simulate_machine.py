@@ -22,7 +22,7 @@ RATES = {
     "link_gbs": "GB/s that a GPU reads from others of its NVLink domain, and gives them",
     "nic_gbs": "GB/s that a GPU receives from other domains, and sends",
     "copy_gbs": "GB/s of passes over memory (merge, encode, sums), reads and writes together",
-    "drag": "how much longer compute takes beside a transfer, as a share of the transfer's time",
+    "drag": "how much longer compute takes beside a transfer, as a share of its time over NVLink",
     "agree_us": "us for the headers that open a call",
     "step_us": "us a step costs beside its work (launches, gaps)",
     "transfer_us": "us before a transfer's first byte (flags, start of the copy)",

@@ -66,7 +66,7 @@ class Costs:
         way = "backward" if numbers.backward else "forward"
         self.flops_per_s = machine.rate(f"{way}_{setting.kernel}") * 1e12
         self.copy = machine.rate("copy_gbs") * 1e9
-        self.drag = machine.rate("drag")
+        self.drag, self.link = machine.rate("drag"), machine.rate("link_gbs") * 1e9
         self.agree_s, self.step_s, self.transfer_s = (
             machine.rate(f"{name}_us") * 1e-6 for name in ("agree", "step", "transfer")
         )
@@ -78,6 +78,10 @@ class Costs:
 
     def kernel(self, work: Work) -> float:
         return self.numbers.flops(work.pairs) / self.flops_per_s + self.step_s
+
+    def slowed(self, nbytes: int) -> float:
+        """How much longer a kernel takes beside transfers of ``nbytes``."""
+        return self.drag * nbytes / self.link
 
     def merge(self, work: Work, *, first: bool) -> float:
         """Forward: the partial in (2 B), acc in and out (4 + 4 B) once for ``at_once`` of them.
@@ -258,11 +262,6 @@ class _Ring:
             work = self.numbers.steps[rank][t]
             if not work.tasks:
                 continue
-            beside = self.fetched[rank].get(t + self.setting.depth)
-            slowed = 0.0
-            if beside is not None:
-                slowest = min(link.bytes_per_s for link in beside.links)
-                slowed = self.costs.drag * beside.nbytes / slowest
             lap, turn = self.numbers.plan.lap(t)
             here = self.carried[rank].get(lap) if lap and turn == 0 else None
             after = [self.fetched[rank].get(t), here]
@@ -270,9 +269,22 @@ class _Ring:
                 after.append(self.pushed[rank][-2])
             if self.costs.converts:
                 self.work("convert", rank, t, self.costs.convert(work), after)
-            self.work("kernel", rank, t, self.costs.kernel(work) + slowed, after)
+            seconds = self.costs.kernel(work) + self.costs.slowed(self.beside(rank, t))
+            self.work("kernel", rank, t, seconds, after)
             if not self.setting.fused:
                 self.work("merge", rank, t, self.costs.merge(work, first=t == 0))
+
+    def beside(self, rank: int, t: int) -> int:
+        """Bytes that move while ``rank`` computes step ``t``: what was begun just before."""
+        steps, coming = self.numbers.steps[rank], t + self.setting.depth
+        moved = steps[t - 1].returned if t else 0
+        if coming < self.numbers.world:
+            moved += steps[coming].read
+            lap, turn = self.numbers.plan.lap(coming - 1)
+            following = (lap + 1) * self.numbers.plan.order.size
+            if turn == 0 and following < self.numbers.world:
+                moved += steps[following].carried
+        return moved
 
     def give(self, t: int) -> None:
         """dK/dV of step ``t`` on their way."""
