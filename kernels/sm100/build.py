@@ -129,8 +129,10 @@ def _dialect_runtime() -> Path:
 
 
 def _cuda_runtime() -> Path:
-    for found in _package("nvidia", "nvidia-cuda-runtime").rglob("libcudart_static.a"):
-        return found
+    spec = find_spec("nvidia")  # a namespace: wheels may lie in several places
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for found in Path(folder).rglob("libcudart_static.a"):
+            return found
     raise MissingLibraryError("libcudart_static.a is missing (pip install nvidia-cuda-runtime)")
 
 
