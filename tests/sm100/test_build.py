@@ -177,3 +177,20 @@ def test_the_command_builds_what_it_says(tmp_path: Path) -> None:
     )  # fmt: skip
     assert refused.returncode == 2
     assert "dk=96, dv=96: keys may have 64, 128 or 192" in refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", EMULATED)
+def test_the_machine_code_multiplies_with_block_scales_and_spills_nothing(arch: str) -> None:
+    """Both products, each of its 32-deep steps; no local memory at any head dimension."""
+    from ringfa4.kernels.sm100.build import DIMS as ALL
+    from sm100.sass import nvdisasm, opcodes, timed
+
+    if nvdisasm() is None:
+        pytest.skip("not installed: nvdisasm (pip install nvidia-cuda-nvdisasm)")
+    for dk, dv in ALL:
+        made, _ = timed(ForwardSpec(dk, dv, EMULATED[arch]), arch)
+        found = opcodes(made.cubin)
+        assert found["UTCQMMA"] >= 2 * (dk // 32 + 128 // 32), (dk, dv, found)
+        assert found["UTCCP"] and found["LDTM"] and found["STTM"] and found["UTMALDG"]
+        assert found["LDL"] == found["STL"] == 0, (dk, dv, found)
