@@ -12,9 +12,10 @@ cycles the next must wait, which scoreboards it holds and which it waits for (te
 A scheduler issues one instruction a cycle; a unit takes a warp's instruction every so many
 (:class:`Timing`).
 
-Left out: all other warps (load, products, rescaling, epilogue), conflicts for registers and banks,
-instruction fetch. What the hardware's choice between two ready warps is, and how many instructions
-wait in front of a busy unit, is not known: ``POLICIES`` are replayed, and their spread reported.
+Left out: other warps (load, products, epilogue), copies of scales in front of products, waits for K
+and V, conflicts for registers and banks, instruction fetch. Which of two ready warps the hardware
+takes, and how many instructions wait in front of a busy unit, is not known: ``POLICIES`` are
+replayed, and their spread reported.
 """
 
 from __future__ import annotations

@@ -132,6 +132,8 @@ def test_interval_is_the_wider_of_spread_and_error_and_no_better_than_the_floor(
     assert found.low == pytest.approx(1000 / 1.1) and found.high == pytest.approx(1000 / 0.9)
     found = interval(Replayed(900, 1000, 1100, 700), floor=1200, error=0.1)
     assert (found.low, found.middle, found.high) == (1200, 1200, 1200)
+    found = interval(Replayed(900, 1000, 1500, 700), floor=100, error=0.1, block_scaled=True)
+    assert (found.low, found.high) == (900, pytest.approx(1500 * 1.084))
 
 
 # ---- the replay ---------------------------------------------------------------------------------
