@@ -118,7 +118,8 @@ def described(m: TensorMap) -> list[int]:
 
 def words(encoded: bytes) -> list[int]:
     found = list(struct.unpack("<16I", encoded[:64]))
-    found[2] &= ~(1 << 21)  # set for large tensors, and ignored
+    # Ignored: bit 21, set for large tensors; the lowest four, 2 from the DSL, 0 from the driver.
+    found[2] &= ~(1 << 21 | 15)
     return found
 
 
