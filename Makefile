@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TYPED := build/mypy
 
-.PHONY: run test test-slow gpu2 lint style types clean
+.PHONY: run test test-slow test-ray gpu2 lint style types clean
 .DELETE_ON_ERROR:
 
 run: $(INSTALLED)
@@ -30,6 +30,10 @@ test-slow: $(INSTALLED)
 # On a machine with two or more GPUs: tests between GPUs, rates, scaling, one million tokens; 8 minutes.
 gpu2: $(INSTALLED)
 	$(BIN)/python launch/gpu_session.py --out build/gpu
+
+# Ray clusters, also those that take long: drivers killed, hosts with a link that is cut (as root).
+test-ray: $(INSTALLED)
+	$(BIN)/python -m pytest tests/ray -s
 
 lint: style types
 

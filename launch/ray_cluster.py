@@ -45,9 +45,13 @@ STORE_BYTES = 80 << 20
 """Shared memory of a node on this machine, for what calls of actors carry; Ray's minimum is 75 MiB.
 K and V do not pass through it."""
 
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-"""No report to Ray's makers; and no warning about what a later Ray does with CUDA_VISIBLE_DEVICES.
-"""
+LONGEST_FOLDER = 20
+"""Characters of the folder for temporary files: Ray's sockets lie some 85 further on, and their
+names may have 107."""
+
+SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+"""Environment of all processes: no report to Ray's makers, and no warning about what a later Ray
+does with CUDA_VISIBLE_DEVICES."""
 
 SYSTEM = {
     "prestart_worker_first_driver": False,
@@ -55,8 +59,8 @@ SYSTEM = {
     "health_check_period_ms": 500,
     "health_check_failure_threshold": 3,
 }
-"""No workers in stock, since ranks have an environment of their own. And a node of this machine
-that is gone refuses connections: 1.5 s tell. A busy one answers late: Ray allows 10 s a check."""
+"""No workers in stock, since ranks have an environment of their own. A node of this machine that is
+gone refuses connections: 1.5 s tell. A busy one answers late: Ray allows 10 s a check."""
 
 
 class LocalCluster:
@@ -71,9 +75,12 @@ class LocalCluster:
         env: Mapping[int, Mapping[str, str]] | None = None,
     ) -> None:
         self.cpus, self.gpus, self._env = cpus, gpus, env or {}
-        self._folder = tempfile.mkdtemp(prefix="ringfa4-")  # short: sockets lie in it
-        self._before = {name: os.environ.get(name) for name in ("RAY_TMPDIR", *QUIET)}
-        os.environ.update({"RAY_TMPDIR": self._folder, **QUIET})
+        temporary = tempfile.gettempdir()
+        self._folder = tempfile.mkdtemp(
+            prefix="ringfa4-", dir=temporary if len(temporary) <= LONGEST_FOLDER else "/tmp"
+        )
+        self._before = {name: os.environ.get(name) for name in ("RAY_TMPDIR", *SETTINGS)}
+        os.environ.update({"RAY_TMPDIR": self._folder, **SETTINGS})
         os.makedirs(Path(self._folder, "ray"))
         self._cluster = Cluster()
         self._nodes: list[Any] = []

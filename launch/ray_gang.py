@@ -285,8 +285,14 @@ class Gang:
         return values
 
     def _not_started(self, index: int, method: str, why: str) -> RankFailed:
-        who = f"rank {index} ({self.places[index]})" if self.places else f"a rank (actor {index})"
-        rank = index if self.places else None
+        """``index`` is a rank once there are places, before that an actor's."""
+        if self.places:
+            who, rank = f"rank {index} ({self.places[index]})", index
+        else:
+            bundles = placement_group_table(self._group)["bundles_to_node_id"]
+            node = bundles[index // self.shape.ranks_per_node]
+            addresses = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
+            who, rank = f"a rank on {addresses.get(node, node)}", None
         return RankFailed(
             f"{who}: {why}; before the first step ({method})", rank=rank, step=None, outcomes=()
         )

@@ -76,6 +76,17 @@ def domains(places: Sequence[Place]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(place.domain, len(numbers)) for place in places)
 
 
+def even_domains(numbers: Sequence[int]) -> int | None:
+    """How many domains of neighbours there are, when they are of one size: what ``--domains`` is.
+
+    ``numbers`` as :func:`domains` gives them. None when a domain is all ranks, or one rank, or
+    sizes differ: ranks then read from each other directly.
+    """
+    sizes = set(Counter(numbers).values())
+    count = len(set(numbers))
+    return count if count > 1 and len(sizes) == 1 and sizes != {1} else None
+
+
 def require_one_build(builds: Sequence[str], where: Sequence[str]) -> None:
     """ValueError unless all ``builds`` are equal; ``where[i]`` runs ``builds[i]``."""
     for there, build in zip(where, builds, strict=True):

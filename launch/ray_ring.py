@@ -5,8 +5,9 @@
 
 Options, table, JSON and trace are launch/ring.py's; the driver prints them and writes the files
 (--output is written by all ranks, hence must lie on storage that they share). Without --address
-a cluster of --nodes nodes is started on this machine and ended with the command. A failure is one
-line that names rank and step; --retries N starts all ranks again from the inputs.
+a cluster of --nodes nodes is started on this machine and ended with the command. Unless --domains
+says otherwise, domains are the cluster's: NVLink's where there are GPUs, else nodes. A failure is
+one line that names rank and step; --retries N starts all ranks again from the inputs.
 
 Exit codes as launch/ring.py's. What a gang is: :mod:`ringfa4.launch.ray_gang`.
 """
@@ -18,19 +19,24 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 
+from ringfa4.errors import MissingLibraryError
 from ringfa4.launch import table
 from ringfa4.launch.console import Console
 from ringfa4.launch.options import Options, options_of, ring_parser, typed
-from ringfa4.launch.ray_cluster import RankFailed, Ring, ring_cluster
 from ringfa4.launch.ray_job import job
+from ringfa4.launch.ray_outcomes import RankFailed
+from ringfa4.launch.ray_places import even_domains
 from ringfa4.launch.ring import conclude, stream_for_people
 from ringfa4.launch.runs import Report
 from ringfa4.launch.workload import build
 from ringfa4.launch.world import exit_code, require_folders
+
+if TYPE_CHECKING:
+    from ringfa4.launch.ray_cluster import Ring
 
 EPILOG = """\
 examples:
@@ -90,13 +96,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             return launch(*parse_options(argv), command)
         except RankFailed as error:
             print(f"{error.details}ray_ring.py: {error}", file=sys.stderr, flush=True)
-            return False
+        except MissingLibraryError as error:
+            print(f"ray_ring.py: {error}", file=sys.stderr, flush=True)
+        return False
 
     return exit_code("ray_ring.py", run)
 
 
 def launch(options: Options, ours: RayOptions, command: str) -> bool:
     """Run ``options`` on a cluster; whether the check passed (True without one)."""
+    from ringfa4.launch.ray_cluster import ring_cluster  # so that --help needs no Ray
+
     require_folders(output=options.output, json=options.json, trace=options.trace)
     stream = stream_for_people(options)
     console = Console(stream, speaks=True)
@@ -113,6 +123,8 @@ def launch(options: Options, ours: RayOptions, command: str) -> bool:
         start_s=ours.start_timeout,
     ) as ring:
         device = "cuda" if ring.shape.gpus else "cpu"
+        if options.domains is None:
+            options = replace(options, domains=even_domains(ring.gang.domains))
         work = build(options, device)
         threads = min(ring.run(torch.get_num_threads))
         console.table(where(ring), numbers=False)

@@ -28,16 +28,16 @@ class Host:
 
     def __init__(self, name: str, link: str, address: str) -> None:
         self.name, self.link, self.address = name, link, address
-
-    def command(self, argv: Sequence[str]) -> list[str]:
-        return ["ip", "netns", "exec", self.name, *argv]
+        self._started: list[subprocess.Popen[str]] = []
 
     def popen(
         self, argv: Sequence[str], env: Mapping[str, str] | None = None, **kwargs: Any
     ) -> subprocess.Popen[str]:
         """``argv`` on this host, output kept as text."""
         kept = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **kwargs}
-        return subprocess.Popen(self.command(argv), env={**os.environ, **(env or {})}, **kept)
+        command = ["ip", "netns", "exec", self.name, *argv]
+        self._started.append(subprocess.Popen(command, env={**os.environ, **(env or {})}, **kept))
+        return self._started[-1]
 
     def processes(self) -> list[int]:
         done = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True)
@@ -47,16 +47,16 @@ class Host:
         """Take the link down: packets vanish, connections are not closed."""
         _ip("-n", self.name, "link", "set", self.link, "down")
 
-    def mend(self) -> None:
-        _ip("-n", self.name, "link", "set", self.link, "up")
-
     def kill(self) -> None:
+        """End every process of this host, also those that others started."""
         deadline = time.monotonic() + 10
         while (pids := self.processes()) and time.monotonic() < deadline:
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
+        for process in self._started:
+            process.communicate(timeout=10)  # also closes its pipes
 
 
 def _ip(*words: str) -> None:

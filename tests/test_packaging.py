@@ -38,7 +38,7 @@ def test_extras_are_the_documented_ones() -> None:
 
 def test_everything_development_installs_is_pinned() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
-    wanted = [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["plot"]]
+    wanted = [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["plot"], *extras["ray"]]
     assert [r for r in wanted if _name(r) not in _pins()] == []
 
 

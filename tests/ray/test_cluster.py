@@ -26,8 +26,10 @@ from distributed.test_ring_gloo import CASES, _together
 from rings import Case, check
 from rings import run as virtual
 
+from ringfa4 import mask as masks
 from ringfa4.errors import PlanMismatchError
 from ringfa4.launch.console import Console
+from ringfa4.topology import Topology
 
 cluster_module = ray_work.ray_cluster()
 
@@ -115,6 +117,18 @@ def test_ranks_are_numbered_through_a_node(ring: Ring) -> None:
     assert ring.gang.domains == (0, 0, 1, 1)
     nodes = [place.node for place in ring.gang.places]
     assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
+
+
+@pytest.mark.parametrize("ring", [(2, 2)], indirect=True)
+def test_domains_of_the_cluster_reach_the_plan(ring: Ring) -> None:
+    """Each node's K/V cross once; the same bits as virtual ranks of the same domains."""
+    topology = Topology.of(ring.gang.domains)
+    assert topology.domains == ((0, 1), (2, 3))
+    case = Case(masks.causal(300), world=4, options={"topology": topology})
+    got = _together(case, ring.run(ray_work.parts, case))
+    check(case, got)
+    want = virtual(case)
+    assert all(torch.equal(got[n], want[n]) for n in want)
 
 
 @pytest.mark.parametrize("ring", [(2, 2)], indirect=True)

@@ -5,13 +5,26 @@ from __future__ import annotations
 import errno
 import random
 import socket
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from ringfa4.launch.ray_outcomes import BUSY, LOST, Outcome, blame, diagnose, raised_alike
-from ringfa4.launch.ray_places import Place, domains, in_order, local_ranks, require_one_build
+from ringfa4.launch.ray_places import (
+    Place,
+    domains,
+    even_domains,
+    in_order,
+    local_ranks,
+    require_one_build,
+)
 from ringfa4.launch.ray_rank import PORTS, bind, build, interface_of
+from ringfa4.topology import Topology
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def place(domain: str, address: str, gpu: int | None, pid: int = 7) -> Place:
@@ -45,6 +58,16 @@ def test_one_domain_over_several_nodes_stays_together() -> None:
 def test_ranks_of_a_node_without_gpus_are_all_there() -> None:
     places = [place("n", "10.0.0.1", None, pid) for pid in (30, 10, 20)]
     assert [places[i].pid for i in in_order(places)] == [10, 20, 30]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "count"),
+    [([0, 0, 1, 1], 2), ([0, 0, 0], None), ([0, 1, 2], None), ([0, 0, 1], None), ([0], None)],
+)
+def test_domains_of_one_size_reach_the_plan(numbers: list[int], count: int | None) -> None:
+    assert even_domains(numbers) == count
+    if count is not None:
+        assert Topology.of(numbers) == Topology.even(len(numbers), count)
 
 
 def test_another_build_is_refused_by_name() -> None:
@@ -156,3 +179,21 @@ def test_an_address_of_another_host_is_not_a_taken_port() -> None:
 def test_the_interface_of_an_address() -> None:
     assert interface_of("127.0.0.9") == "lo"
     assert interface_of("203.0.113.1") is None
+
+
+# ---- Ray is optional ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["ringfa4", "ringfa4.api", "ringfa4.launch.ring"])
+def test_nothing_else_imports_ray(module: str) -> None:
+    code = f"import sys; sys.modules['ray'] = None; import {module}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_ray_the_command_says_how_to_get_it() -> None:
+    code = (
+        "import sys; sys.modules['ray'] = None; from ringfa4.launch.ray_ring import main; main([])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == "ray_ring.py: Ray is not installed; pip install 'ringfa4[ray]'\n"
