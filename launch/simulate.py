@@ -313,7 +313,7 @@ def results_table(outcomes: Sequence[tuple[Case, Outcome]]) -> list[tuple[str, .
         )
     ]  # fmt: skip
     for case, found in outcomes:
-        ms, total = 1e3, found.seconds
+        total = found.seconds
         passes = sum(found.spent[kind] for kind in ("merge", "convert", "reduce"))
         rows.append(
             (
@@ -322,7 +322,7 @@ def results_table(outcomes: Sequence[tuple[Case, Outcome]]) -> list[tuple[str, .
                 case.wire,
                 found.setting.kernel,
                 "backward" if case.backward else "forward",
-                f"{ms * total:.3g} ms",
+                f"{total:.3g} s" if total >= 1 else f"{1e3 * total:.3g} ms",
                 f"{100 * found.efficiency:.1f}%",
                 f"{100 * passes / total:.1f}%",
                 f"{100 * (found.exposed['fetch'] + found.exposed['carry']) / total:.1f}%",

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plan_cases import any_mask, unit_sharding
 from rings import Case, check, ranks, run
@@ -110,14 +110,30 @@ def plans(draw: st.DrawFn) -> Plan:
     """Any mask and shardings under any topology; also shards of many records."""
     topology = draw(topologies())
     if draw(st.booleans()):
-        seq = draw(st.integers(1, 3000))
-        mask = draw(st.sampled_from([masks.causal(seq), masks.window(seq, left=seq // 7)]))
+        seq = draw(st.integers(1, 4000))
+        cuts = sorted(draw(st.lists(st.integers(0, seq), max_size=3)))
+        kinds = [masks.documents([0, *cuts, seq], causal=False), masks.window(seq, left=seq // 7)]
+        mask = draw(st.sampled_from([masks.causal(seq), *kinds]))
         makers = [shardings.contiguous, shardings.zigzag, shardings.striped]
         q = k = draw(st.sampled_from(makers))(seq, topology.world)
     else:
         mask = draw(any_mask(12))
         q, k = (draw(unit_sharding(mask, side, topology.world)) for side in "qk")
     return Plan(mask, q, k, topology)
+
+
+def straddling() -> Plan:
+    """Rank 0 needs the first record of rank 1, and carries the second for rank 2."""
+    made = shardings.contiguous(1024, 4)
+    mask = masks.documents([0, 300, 450, 1024], causal=False)
+    return Plan(mask, made, made, Topology(((0, 2), (1, 3))))
+
+
+def test_a_peer_may_need_another_part_of_what_is_carried() -> None:
+    plan = straddling()
+    assert plan.step(0, 2).ranges == (RecordRange(0, 0, 1),)
+    assert plan.step(0, 2).held == plan.carried(0, 1) == (RecordRange(0, 0, 2),)
+    assert (plan.step(2, 3).source, plan.step(2, 3).ranges) == (0, (RecordRange(0, 1, 2),))
 
 
 def records(ranges: tuple[RecordRange, ...]) -> set[tuple[int, int]]:
@@ -142,6 +158,7 @@ def test_every_pair_of_ranks_meets_once_and_sources_are_permutations(plan: Plan)
 
 @settings(max_examples=150)
 @given(plans())
+@example(straddling())
 def test_what_is_read_is_there_and_crosses_once(plan: Plan) -> None:
     """Sources inside the domain hold what is asked of them; across, each owner's records go to one
     rank of a domain, and are what the domain needs, filled up within a chunk.
@@ -192,6 +209,7 @@ def schedules(plan: Plan, way: Direction) -> list[Schedule]:
 
 @settings(max_examples=100)
 @given(plans())
+@example(straddling())
 def test_every_transfer_has_both_ends_and_the_right_bytes(plan: Plan) -> None:
     """Followed byte by byte from the outboxes: what arrives is what the step needs."""
     record = PLAIN[torch.float32].record_bytes(GEOMETRY, "backward")
@@ -252,6 +270,7 @@ def test_every_transfer_has_both_ends_and_the_right_bytes(plan: Plan) -> None:
 
 @settings(max_examples=100)
 @given(plans())
+@example(straddling())
 def test_gradients_reach_their_owner_once(plan: Plan) -> None:
     """Each step's dK/dV flow to the owner, directly or through who carried, every record counted
     once; contributions have both ends and are numbered in order.
@@ -362,6 +381,7 @@ CASES = {
     "skewed": (masks.causal(700), "contiguous"),
     "window": (masks.window(800, left=200), "contiguous"),
     "documents": (masks.documents([0, 130, 130, 400, 650, 700]), "balanced"),
+    "straddling": (straddling().mask, "contiguous"),
     "rows": (masks.stack([masks.causal(300), masks.full(300)]), "zigzag"),
 }
 
@@ -373,7 +393,7 @@ def case(name: str, topology: Topology | None, world: int, **how: object) -> Cas
     return Case(mask, world=world, options=options, **{**usual, **how})
 
 
-@pytest.mark.parametrize("domains", [((0, 3), (2, 1)), ((0, 1, 2), (3, 4, 5)), ((0, 1),)])
+@pytest.mark.parametrize("domains", [((0, 2), (1, 3)), ((0, 4, 2), (5, 3, 1))])
 @pytest.mark.parametrize("name", CASES)
 def test_the_ring_under_a_topology(name: str, domains: tuple[tuple[int, ...], ...]) -> None:
     topology = Topology(domains)
