@@ -41,11 +41,13 @@ LOG2E = 1 / math.log(2.0)
 class Block:
     """Launch arguments (see ForwardSpec), tensor maps' addresses, and what follows from them.
 
-    ``base`` is the address of dynamic shared memory, ``exponent`` |scale| log2 e; ``instruction``
-    describes the products of S, whose Q is negated for a negative scale.
+    ``reduces``: tensor memory is loaded with maxima; ``base`` is the address of dynamic shared
+    memory, ``exponent`` |scale| log2 e; ``instruction`` describes the products of S, whose Q is
+    negated for a negative scale.
     """
 
     spec: ForwardSpec
+    reduces: bool
     base: Int32
     q_map: Int64
     k_map: Int64
@@ -75,12 +77,14 @@ class Block:
     instruction: Int32
 
     @classmethod
-    def of(cls, spec: ForwardSpec, base: Int32, maps: Sequence[Any], *scalars: Any) -> Block:
+    def of(
+        cls, spec: ForwardSpec, reduces: bool, base: Int32, maps: Sequence[Any], *scalars: Any
+    ) -> Block:
         """``scalars`` as ForwardSpec.DEVICE names them, the scale last."""
         scale = scalars[-1]
         exponent = ptx.maximum(ptx.scaled(ptx.magnitude(scale), LOG2E), Float32(TINY))
         instruction = Int32(scale < 0.0) * ptx.NEGATE_A | ptx.product_descriptor(ROWS)
-        return cls(spec, base, *maps, *scalars[:-1], exponent, instruction)
+        return cls(spec, reduces, base, *maps, *scalars[:-1], exponent, instruction)
 
     @property
     def at(self) -> SharedMap:

@@ -23,6 +23,7 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8
+from cutlass.base_dsl import Arch, BaseDSL
 from cutlass.cute.nvgpu import cpasync
 
 from ringfa4.kernels.sm100 import instructions as ptx
@@ -128,6 +129,7 @@ class Forward:
     ) -> None:
         block = Block.of(
             self.spec,
+            BaseDSL._get_dsl().get_arch_enum().is_family_of(Arch.sm_103f),
             cute.arch.get_dyn_smem(Uint8, alignment=1024).toint(),
             [ptx.map_address(atom) for atom in (q_map, k_map, v_map)],
             q_records, q_record_bytes, q_scales,

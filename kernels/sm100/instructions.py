@@ -461,6 +461,20 @@ def tmem_load(address: Int32, columns: int) -> Any:
     return _asm(code, [Float32] * columns, address)
 
 
+def tmem_load_reduced(address: Int32, columns: int, block: int) -> tuple[Any, Any]:
+    """As :func:`tmem_load`, and the maximum of each ``block`` of them, NaN if any is; SM103."""
+    loads = []
+    for n in range(columns // block):
+        names = ", ".join(f"${n * block + m}" for m in range(block))
+        loads.append(
+            f"tcgen05.ld.red.sync.aligned.32x32b.x{block}.max.NaN.f32 {{{names}}}, "
+            f"${columns + n}, [${columns + columns // block} + {n * block}];"
+        )
+    code = " ".join([*loads, "tcgen05.wait::ld.sync.aligned;"])
+    found = _asm(code, [Float32] * (columns + columns // block), address)
+    return found[:columns], found[columns:]
+
+
 def tmem_store(address: Int32, words: Sequence[Any]) -> None:
     """Words to consecutive columns of the thread's lane; :func:`tmem_wait_stores` ends it."""
     names = ", ".join(f"${n + 1}" for n in range(len(words)))

@@ -128,21 +128,21 @@ def _record(
     lane = ptx.lane()  # read again for each record, so that what follows from it holds no registers
     tile, half, warp = where.tile, where.half, where.warp
     c = block.exponent
-    logits = ptx.tmem_load(where.tmem + (half * KEYS + S[0]), KEYS)
+    source = where.tmem + (half * KEYS + S[0])
+    whole = segment is None
+    if cutlass.const_expr(not whole):
+        logits = _masked(source, _masks(segment, where, lane))
+    elif cutlass.const_expr(block.reduces):
+        logits, tops = ptx.tmem_load_reduced(source, KEYS, BLOCK)
+    else:
+        logits = ptx.tmem_load(source, KEYS)
     ptx.before_thread_sync()
     sync_warp()
     ptx.arrive_once(block.barrier(block.barriers.s_loaded, tile), lane)
     ptx.wall()
-    if cutlass.const_expr(segment is not None):
-        j0, j1 = segment.seen_by(where.low + lane)
-        masks = [
-            ptx.low_ones(j1 - where.start - n) & ~ptx.low_ones(j0 - where.start - n)
-            for n in range(0, KEYS, BLOCK)
-        ]
-        bad = [m & mark for m, mark in zip(masks, ptx.load_shared_pair(marks), strict=True)]
-        spoilt = ptx.low_bytes([ptx.ones(x) for x in bad])  # scales of NaN
-        logits = [ptx.keep(x, masks[n // BLOCK], n % BLOCK) for n, x in enumerate(logits)]
-    tops = [_ceiling(logits[n : n + BLOCK], c) for n in range(0, KEYS, BLOCK)]
+    if cutlass.const_expr(not (whole and block.reduces)):
+        tops = [_largest(logits[n : n + BLOCK]) for n in range(0, KEYS, BLOCK)]
+    tops = [_ceiling(x, c) for x in tops]
     own = ptx.maximum(*tops)
     row = block.row(tile, warp * 32 + lane)
     ptx.store_shared(row + TOP + half * 4, own)
@@ -166,8 +166,10 @@ def _record(
             _rescale(where.tmem + (OUT[0] + half * columns), factors, columns)
     codes = [_code(x, reference) for x in tops]
     scales = ptx.low_bytes(codes)
-    if cutlass.const_expr(segment is not None):
-        scales = scales | spoilt
+    if cutlass.const_expr(not whole):
+        masks = _masks(segment, where, ptx.lane())  # again, rather than hold it in registers
+        bad = [m & mark for m, mark in zip(masks, ptx.load_shared_pair(marks), strict=True)]
+        scales = scales | ptx.low_bytes([ptx.ones(x) for x in bad])  # NaN
     address = block.shared(block.at.p_scales, ATOM, tile) + lane * 16 + warp * 4 + half * 2
     ptx.store_shared_half(address, scales)
     ptx.fence_proxy_async()
@@ -179,6 +181,23 @@ def _record(
     _publish(target + 8, _packed(values), rest, lane)
     sums = _weighted(early, codes[0], sums)
     return reference, _weighted(_sum(values), codes[1], sums)
+
+
+def _masks(segment: Any, where: Where, lane: Any) -> list[Any]:
+    """Bits of the keys that the lane's row sees, for each block."""
+    j0, j1 = segment.seen_by(where.low + lane)
+    j0, j1 = j0 - where.start, j1 - where.start
+    return [ptx.low_ones(j1 - n) & ~ptx.low_ones(j0 - n) for n in range(0, KEYS, BLOCK)]
+
+
+def _masked(source: Any, masks: list[Any]) -> list[Any]:
+    """Logits, -inf where masked; a few at a time, lest two copies of all need registers."""
+    logits: list[Any] = []
+    for n in range(0, KEYS, 16):
+        found = ptx.tmem_load(source + n, 16)
+        logits += [ptx.keep(x, masks[n // BLOCK], n % BLOCK + m) for m, x in enumerate(found)]
+        ptx.wall()
+    return logits
 
 
 def _publish(target: Any, words: list[Any], ready: Any, lane: Any) -> None:
@@ -218,12 +237,15 @@ def _code(top: Any, reference: Any) -> Any:
     return ptx.bits(ptx.add_constant(code, CODE - FLOOR))
 
 
-def _ceiling(logits: list[Any], c: Any) -> Any:
-    """ceil(c max): an integer as long as it is one in fp32, never less than c max."""
+def _largest(logits: list[Any]) -> Any:
     top = ptx.maximum(*logits[:3])
     for n in range(3, BLOCK - 1, 2):
         top = ptx.maximum(top, logits[n], logits[n + 1])
-    top = ptx.maximum(top, logits[BLOCK - 1])
+    return ptx.maximum(top, logits[BLOCK - 1])
+
+
+def _ceiling(top: Any, c: Any) -> Any:
+    """ceil(c top): an integer as long as it is one in fp32, never less than c top."""
     return ptx.add_constant(ptx.fma_up(top, c, ROUND), -ROUND)
 
 

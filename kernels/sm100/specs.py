@@ -26,7 +26,7 @@ ATOM = 512
 
 ITEM_WORDS = SEGMENT_WORDS = 8
 
-EMULATED = {"sm_100a": 8, "sm_103a": 0}
+EMULATED = {"sm_100a": 12, "sm_103a": 0}
 """Of each 32 exponentials, how many are polynomials: the exp unit of SM103 is twice as fast."""
 
 LEAVE, WRITE, MERGE = 0, 1, 2
