@@ -58,7 +58,6 @@ class Rate:
     source: str
 
 
-_PROGRAMMING_GUIDE = "CUDA C++ Programming Guide, throughput of native arithmetic instructions"
 _QUICKRUN = "measured on B300: github.com/ademeure/QuickRunCUDA"
 
 RATES = {
@@ -69,9 +68,9 @@ RATES = {
         32, "results", "NVIDIA blog, Making Softmax More Efficient with Blackwell Ultra; "
         f"31.8 {_QUICKRUN}, F2FP_DEEP_DIVE",
     ),
-    "fma": Rate(128, "results", f"{_PROGRAMMING_GUIDE}; packed: as many ({_QUICKRUN})"),
+    "fma": Rate(128, "results", f"{_QUICKRUN}, B300_PIPE_CATALOG; packed: as many"),
     "imad": Rate(64, "results", f"{_QUICKRUN}, B300_PIPE_CATALOG"),
-    "alu": Rate(64, "instructions", f"{_PROGRAMMING_GUIDE}; three operands too ({_QUICKRUN})"),
+    "alu": Rate(64, "instructions", f"{_QUICKRUN}, B300_PIPE_CATALOG; FMNMX3 too"),
     "pack": Rate(32, "instructions", f"31.2 of f32 -> e4m3x2, {_QUICKRUN}, F2FP_DEEP_DIVE"),
     "issue": Rate(128, "lanes", "four schedulers, a warp instruction each"),
     "shared": Rate(
