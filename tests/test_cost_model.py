@@ -329,7 +329,8 @@ def test_the_loop_has_what_was_executed(kernel: Counted) -> None:
 def test_our_kernel_is_counted_as_it_is_shipped() -> None:
     for name, source in counts.SOURCES.items():
         if source.ours:
-            assert committed()[name].emulated == counts.shipped(source.arch)
+            again = f"count it again: python -m ptx.counts {name}"
+            assert committed()[name].emulated == counts.shipped(source.arch), again
 
 
 def test_our_kernel_takes_its_fullest_unit_less_than_fa4_fp8_does() -> None:
