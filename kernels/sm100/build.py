@@ -7,9 +7,11 @@ writes DIR/libringfa4_sm100.so with a function for each architecture and pair of
     tvm_ffi.load_module(path)["forward_sm_100a_128x128"](*Arguments, stream)
 
 (:class:`ringfa4.kernels.sm100.launch.Arguments`, then the handle of a stream), and prints what was
-compiled. A function encodes its tensor maps, loads its device code on first use, and launches; the
-CUDA runtime is linked in, the driver is the machine's. Building needs no GPU, but the CuTe DSL, the
-CUDA runtime's static library (the nvidia-cuda-runtime wheel) and a C compiler.
+compiled. The block kernel takes them from there when RINGFA4_SM100_LIBRARY is the library's path.
+
+A function encodes its tensor maps, loads its device code on first use, and launches; the CUDA
+runtime is linked in, the driver is the machine's. Building needs no GPU, but the CuTe DSL, the CUDA
+runtime's static library (the nvidia-cuda-runtime wheel) and a C compiler.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from pathlib import Path
 
 from ringfa4.errors import MissingLibraryError
 from ringfa4.kernels.cute.compile import compile_kernel
+from ringfa4.kernels.sm100.launch import function_name
 from ringfa4.kernels.sm100.specs import EMULATED, ForwardSpec
 
 DIMS = ((64, 64), (64, 128), (128, 64), (128, 128), (192, 128))
@@ -69,10 +72,6 @@ class Built:
             f"{self.function}: compiled in {self.seconds:.1f} s, {self.registers} registers, "
             f"{self.stack_bytes} bytes of stack, {self.cubin_bytes / 1024:.0f} KiB"
         )
-
-
-def function_name(arch: str, dk: int, dv: int) -> str:
-    return f"forward_{arch}_{dk}x{dv}"
 
 
 def build_objects(

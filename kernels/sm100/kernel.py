@@ -16,14 +16,13 @@ name, it refuses a backward pass.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from ringfa4.kernels.interface import BlockKernel, KernelSpec, Queries
-from ringfa4.kernels.sm100.launch import Arguments, CudaLauncher, Launcher
+from ringfa4.kernels.sm100.launch import Arguments, Launcher, cuda_launcher
 from ringfa4.kernels.sm100.queries import WIRES, Sm100Queries
 from ringfa4.kernels.sm100.specs import ForwardSpec
 from ringfa4.kernels.sm100.worklist import WorkList, work_list
@@ -47,7 +46,7 @@ class Sm100Kernel(BlockKernel):
     name = "sm100"
 
     def __init__(self, launcher: Launcher | None = None) -> None:
-        self._launcher = CudaLauncher() if launcher is None else launcher
+        self._launcher = cuda_launcher() if launcher is None else launcher
 
     def supports(self, spec: KernelSpec) -> str | None:
         if spec.device != "cuda" or spec.arch is None:
@@ -66,9 +65,7 @@ class Sm100Kernel(BlockKernel):
         reason = ForwardSpec.refusal(spec.dk, spec.dv)
         if reason is not None:
             return reason
-        if find_spec("cutlass") is None:
-            return "the CuTe DSL is not installed (pip install 'ringfa4[cuda]')"
-        return None
+        return self._launcher.missing()
 
     def prepare(self, q: Tensor, shard: Shard) -> Sm100Queries:
         return Sm100Queries(q, shard)

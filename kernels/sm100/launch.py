@@ -7,11 +7,17 @@ A tensor map describes the payloads of all records: the contiguous axis, the oth
 and head together, record; the last has the bytes of a record as its stride. All elements are bytes.
 What a launch does is behind :class:`Launcher`, so that tests put an executor of the kernel's PTX,
 or a reading of the same tables in NumPy, in the place of a GPU.
+
+Where the environment names a library built ahead of time (:mod:`ringfa4.kernels.sm100.build`),
+nothing is compiled, and its own host code makes the maps.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import os
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -57,6 +63,9 @@ class Arguments(NamedTuple):
 
 class Launcher(Protocol):
     """Runs the kernel for some tensors' device, in order after what was launched before."""
+
+    def missing(self) -> str | None:
+        """None, or what must be installed first."""
 
     def multiprocessors(self, device: torch.device) -> int:
         """How many thread blocks run at a time: one on each multiprocessor."""
@@ -106,8 +115,28 @@ def tensor_maps(spec: ForwardSpec, a: Arguments) -> tuple[TensorMap, TensorMap, 
     )
 
 
+LIBRARY = "RINGFA4_SM100_LIBRARY"
+"""The environment variable with the path of a library that was built ahead of time."""
+
+
+def function_name(arch: str, dk: int, dv: int) -> str:
+    """Of a kernel in such a library."""
+    return f"forward_{arch}_{dk}x{dv}"
+
+
+def cuda_launcher() -> Launcher:
+    """That of the library which the environment names, or else of the DSL."""
+    path = os.environ.get(LIBRARY)
+    return LibraryLauncher(path) if path else CudaLauncher()
+
+
 class CudaLauncher:
     """The GPU: a binary from the on-disk cache or compiled now, launched on the current stream."""
+
+    def missing(self) -> str | None:
+        if find_spec("cutlass") is None:
+            return "the CuTe DSL is not installed (pip install 'ringfa4[cuda]')"
+        return None
 
     def multiprocessors(self, device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).multi_processor_count
@@ -123,3 +152,26 @@ class CudaLauncher:
             scalars = [getattr(arguments, name) for name in spec.DEVICE]
             stream = torch.cuda.current_stream(device).cuda_stream
             kernel.launch((arguments.ctas, 1, 1), index, stream, [*maps, *scalars])
+
+
+class LibraryLauncher(CudaLauncher):
+    """The GPU: functions of a library at ``path``, which needs apache-tvm-ffi only."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._functions: Any = None
+
+    def missing(self) -> str | None:
+        if find_spec("tvm_ffi") is None:
+            return f"{LIBRARY} needs apache-tvm-ffi, which is not installed"
+        if not os.path.isfile(self._path):
+            return f"{LIBRARY}={self._path} is not there"
+        return None
+
+    def __call__(self, spec: ForwardSpec, device: torch.device, arguments: Arguments) -> None:
+        if self._functions is None:
+            self._functions = import_module("tvm_ffi").load_module(self._path)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        function = self._functions[function_name(driver.architecture(device), spec.dk, spec.dv)]
+        with torch.cuda.device(index):
+            function(*arguments, torch.cuda.current_stream(device).cuda_stream)

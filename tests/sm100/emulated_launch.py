@@ -38,6 +38,9 @@ class EmulatedLauncher:
         self._multiprocessors = multiprocessors
         self.launches: list[tuple[ForwardSpec, Arguments]] = []
 
+    def missing(self) -> str | None:
+        return None
+
     def multiprocessors(self, device: torch.device) -> int:
         return self._multiprocessors
 

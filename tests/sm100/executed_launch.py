@@ -31,6 +31,9 @@ class ExecutedLauncher:
     ) -> None:
         self.arch, self._multiprocessors, self.schedule = arch, multiprocessors, schedule
 
+    def missing(self) -> str | None:
+        return None
+
     def multiprocessors(self, device: torch.device) -> int:
         return self._multiprocessors
 

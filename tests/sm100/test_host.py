@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
+import sys
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ringfa4 import mask as masks
 from ringfa4.kernels.choose import choose_kernel
+from ringfa4.kernels.cute import driver
 from ringfa4.kernels.interface import BlockKernel, KernelSpec
 from ringfa4.kernels.registry import load_kernel
 from ringfa4.kernels.sm100.kernel import Sm100Kernel
-from ringfa4.kernels.sm100.launch import Arguments
+from ringfa4.kernels.sm100.launch import LIBRARY, Arguments
 from ringfa4.kernels.sm100.specs import ForwardSpec
 from sm100.emulated_launch import EmulatedLauncher
 from sm100.forward_contract import ForwardContract
@@ -58,7 +63,7 @@ B200 = KernelSpec("cuda", (10, 0), torch.bfloat16, "mxfp8", 8, 2, 128, 128, froz
 def test_refuses_with_reasons(
     change: dict[str, object], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringfa4.kernels.sm100.kernel.find_spec", lambda name: name)
+    monkeypatch.setattr("ringfa4.kernels.sm100.launch.find_spec", lambda name: name)
     kernel = load_kernel("sm100")
     assert kernel.supports(B200) is None
     assert kernel.supports(replace(B200, arch=(10, 3), wire="mxfp8-1x32")) is None
@@ -68,14 +73,43 @@ def test_refuses_with_reasons(
 
 
 def test_needs_the_dsl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringfa4.kernels.sm100.kernel.find_spec", lambda name: None)
+    monkeypatch.setattr("ringfa4.kernels.sm100.launch.find_spec", lambda name: None)
     assert load_kernel("sm100").supports(B200) == (
         "the CuTe DSL is not installed (pip install 'ringfa4[cuda]')"
     )
 
 
+def test_a_library_takes_the_place_of_the_dsl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function for this GPU and these dimensions, with all arguments and the stream."""
+    library, calls = tmp_path / "lib.so", []
+    functions = {"forward_sm_103a_128x64": lambda *given: calls.append(given)}
+    monkeypatch.setenv(LIBRARY, str(library))
+    installed = {"tvm_ffi"}
+    monkeypatch.setattr(
+        "ringfa4.kernels.sm100.launch.find_spec", lambda name: name if name in installed else None
+    )
+    kernel = load_kernel("sm100")
+    assert kernel.supports(B200) == f"{LIBRARY}={library} is not there"
+    library.touch()
+    assert kernel.supports(B200) is None
+    installed.clear()
+    assert "apache-tvm-ffi, which is not installed" in (kernel.supports(B200) or "")
+
+    loads = SimpleNamespace(load_module=lambda path: functions if path == str(library) else None)
+    monkeypatch.setitem(sys.modules, "tvm_ffi", loads)
+    monkeypatch.setattr(driver, "architecture", lambda device: "sm_103a")
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda d: SimpleNamespace(cuda_stream=77))
+    arguments = Arguments(*range(len(Arguments._fields)))
+    assert isinstance(kernel, Sm100Kernel)
+    kernel._launcher(ForwardSpec(128, 64, 0), torch.device("cuda", 0), arguments)
+    assert calls == [(*arguments, 77)]
+
+
 def test_auto_takes_it_forward_and_another_one_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringfa4.kernels.sm100.kernel.find_spec", lambda name: name)
+    monkeypatch.setattr("ringfa4.kernels.sm100.launch.find_spec", lambda name: name)
     choose_kernel.cache_clear()
     forward = choose_kernel("auto", B200)
     assert (forward.kernel.name, forward.refusals) == ("sm100", ())
