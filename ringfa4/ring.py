@@ -3,7 +3,8 @@
     forward, rank r     state <- merge over steps t of kernel(Q_r, K/V of owner (r - t) % P)
                         out, lse = finalise(state, sink)
     backward, rank r    dQ_r <- sum over steps t
-                        dK/dV of step t go to the owner, who adds them in plan order
+                        dK/dV of step t go to the owner, who adds them in plan order; under a
+                        topology to who carried the records, who does, and hands the sum on
 
 The transfer of step t + 1 runs while step t computes; dK/dV of step t travel while step t + 1
 computes. Neither autograd nor torch.distributed is used here: kernels compute, transports move,

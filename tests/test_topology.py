@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,7 @@ from ringfa4 import ContextParallel
 from ringfa4 import mask as masks
 from ringfa4 import shard as shardings
 from ringfa4.comm.interface import Schedule
-from ringfa4.errors import PlanMismatchError
+from ringfa4.errors import PeerError, PlanMismatchError
 from ringfa4.launch.ring import main
 from ringfa4.plan import Plan, RecordRange
 from ringfa4.schedule import schedule
@@ -431,6 +432,38 @@ def test_quantised_records_are_carried_as_they_are() -> None:
     for name, want in flat.items():
         difference = (under[name] - want).abs().max()
         assert difference <= 2e-5 * want.abs().max(), name
+
+
+class _Fails:
+    """An observer that ends the call where ``step`` would be computed."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def span(self, kind: str, step: int) -> AbstractContextManager[None]:
+        if kind == "compute" and step == self.step:
+            raise ZeroDivisionError("deliberate")
+        return nullcontext()
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_rank_that_fails_before_or_after_it_carried_is_named(step: int) -> None:
+    """Every rank ends, at once, whether it waits for a copy, for its readers, or for the call."""
+
+    def rank(context: object) -> tuple[str, int | None]:
+        observer = {"observer": _Fails(step)} if context.rank == 1 else {}
+        cp = ContextParallel(context, seq_len=2048, mask="full", topology=PAIRS, **observer)
+        x = torch.ones(1, 512, 1, 32)
+        try:
+            for _ in range(3):
+                cp.attention(x, x, x)
+        except (ZeroDivisionError, PeerError) as error:
+            return type(error).__name__, getattr(error, "rank", None)
+        raise AssertionError("nobody noticed")
+
+    said = ranks(4, rank, timeout_s=60.0)
+    assert said[1] == ("ZeroDivisionError", None)
+    assert {said[r] for r in (0, 2, 3)} == {("PeerError", 1)}
 
 
 def test_ranks_with_other_domains_disagree_before_anything_moves() -> None:
