@@ -8,6 +8,7 @@ is given.
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 from collections.abc import Sequence
 from functools import cache
@@ -18,6 +19,10 @@ from ringfa4.errors import RingError
 
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
 """CU_LAUNCH_PARAM_*: arguments as one packed buffer, which is several times as fast as one by one.
+
+Its layout is the kernel's own. Where a parameter is aligned to more than the block of parameters,
+as tensor maps are, the compiler leaves a gap before the first (48 bytes on SM90), so such kernels
+are given their arguments one by one.
 """
 
 _MOST_SHARED = 8
@@ -50,6 +55,7 @@ class Kernel:
     ) -> None:
         cuda = _cuda()
         self._arguments = struct.Struct("@" + signature)  # aligned as the kernel's parameters are
+        self._offsets = _offsets(signature) if "s" in signature else ()
         self._threads, self._shared = threads, shared
         self._prepared: set[int] = set()
         self._cubin = cubin  # the driver may read it later
@@ -79,15 +85,28 @@ class Kernel:
             self._prepared.add(device)
         packed = self._arguments.pack(*arguments)
         buffer = ctypes.create_string_buffer(packed, len(packed))
-        size = ctypes.c_size_t(len(packed))
-        extra = (ctypes.c_void_p * 5)(
-            _BUFFER_POINTER, ctypes.addressof(buffer), _BUFFER_SIZE, ctypes.addressof(size), _END
-        )
+        start, size = ctypes.addressof(buffer), ctypes.c_size_t(len(packed))
+        given = extra = None
+        if self._offsets:
+            given = (ctypes.c_void_p * len(self._offsets))(*(start + at for at in self._offsets))
+        else:
+            extra = (ctypes.c_void_p * 5)(
+                _BUFFER_POINTER, start, _BUFFER_SIZE, ctypes.addressof(size), _END
+            )
         code = _cuda().cuLaunchKernel(
-            self._kernel, *grid, self._threads, 1, 1, self._shared, ctypes.c_void_p(stream), None,
+            self._kernel, *grid, self._threads, 1, 1, self._shared, ctypes.c_void_p(stream), given,
             extra,
         )  # fmt: skip
         _check(code, "launching a fused kernel")
+
+
+def _offsets(signature: str) -> tuple[int, ...]:
+    """Where each argument begins in a struct of this format."""
+    pieces = re.findall(r"\d*[a-z]", signature)
+    stops = [struct.calcsize("@" + "".join(pieces[: n + 1])) for n in range(len(pieces))]
+    return tuple(
+        stop - struct.calcsize("@" + piece) for stop, piece in zip(stops, pieces, strict=True)
+    )
 
 
 def tensor_map(

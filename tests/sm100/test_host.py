@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+import struct
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -168,3 +171,39 @@ def test_queries_are_encoded_once_as_the_wire_encodes_keys(wire: str) -> None:
     assert torch.equal(
         found.records[:, size:], as_keys.records[:, start : start + found.records.shape[1] - size]
     )
+
+
+class FakeDriver:
+    """Takes what a launch gives the driver, argument by argument, before its memory is gone."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[object, ...]] = []
+        self.shared: list[tuple[int, int]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *arguments: 0
+
+    def cuKernelSetAttribute(self, attribute: int, value: int, kernel: object, device: int) -> int:
+        self.shared.append((attribute, value))
+        return 0
+
+    def cuLaunchKernel(self, kernel: object, *rest: object) -> int:
+        *shape, _, given, extra = rest
+        assert extra is None and given is not None
+        sizes = (128, 8, 4)
+        read = [ctypes.string_at(at, size) for at, size in zip(given, sizes, strict=True)]
+        self.launches.append((tuple(shape), *read))
+        return 0
+
+
+def test_tensor_maps_are_given_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packed buffer would have to know the gap that the compiler leaves before the first map."""
+    fake = FakeDriver()
+    monkeypatch.setattr(driver, "_cuda", lambda: fake)
+    kernel = driver.Kernel(b"", "entry", "128sqf", 768, shared=100_000)
+    tensor_map = bytes(range(128))
+    for _ in range(2):
+        kernel.launch((3, 1, 1), 0, 0, [tensor_map, 1 << 40, 0.5])
+    launched = ((3, 1, 1, 768, 1, 1, 100_000), tensor_map, struct.pack("q", 1 << 40))
+    assert fake.launches == [(*launched, struct.pack("f", 0.5))] * 2
+    assert fake.shared == [(8, 100_000)], "asked for once a device"
