@@ -1,12 +1,17 @@
 """What the driver is given for the SM100 kernel, on any GPU that has the tensor memory accelerator.
 
 The kernel itself needs SM100; its tensor maps, packed parameters and large shared memory do not. A
-small CUDA kernel (NVRTC, which PyTorch brings) copies through a map as the SM100 kernel does.
+small CUDA kernel (NVRTC, which PyTorch brings) copies through a map as the SM100 kernel does, in a
+process of its own: a fault on the device ends the process's use of it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +22,7 @@ from ringfa4.kernels.cute import driver
 from ringfa4.kernels.sm100.launch import TensorMap
 
 pytestmark = pytest.mark.gpu
+TESTS = Path(__file__).parents[1]
 
 SOURCE = r"""
 struct alignas(64) Map { unsigned w[32]; };
@@ -68,9 +74,21 @@ def compiled() -> bytes:
 
 @pytest.mark.parametrize("span", [64, 128])
 def test_a_tile_comes_through_its_tensor_map(span: int) -> None:
-    """Two rows of heads, three records with scales behind the payload; the last tile of all."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("tensor maps need SM90 or newer")
+    paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, __file__, str(span)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def check(span: int) -> None:
+    """Two rows of heads, three records with scales behind the payload; the last tile of all."""
     heads, records, payload = 2, 3, 128 * span
     stride = heads * payload + 512
     generator = torch.Generator().manual_seed(span)
@@ -92,3 +110,7 @@ def test_a_tile_comes_through_its_tensor_map(span: int) -> None:
     tile = data[2, payload : 2 * payload].numpy()
     assert out.cpu().numpy().tolist() == swizzled(tile, span.bit_length() - 5).tolist()
     assert scaled.item() == 3.0
+
+
+if __name__ == "__main__":
+    check(int(sys.argv[1]))

@@ -127,7 +127,7 @@ class ForwardContract(LowPrecisionContract):
     def test_references_move_when_maxima_grow(self) -> None:
         """Logits that grow by hundreds from record to record: every row rescales in each."""
         case = self.case(masks.full(130, 512), chunks=1, batch=1)
-        steps = torch.arange(512).view(1, -1, 1, 1) // 128
+        steps = torch.arange(512, device=self.device).view(1, -1, 1, 1) // 128
         case = replace(case, q=case.q.abs() + 0.5, k=case.k * (1 + steps) + 40 * steps)
         got, due = self.both(case, case.scale)
         assert float(due[1].max()) > 1000
