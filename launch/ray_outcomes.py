@@ -6,10 +6,11 @@ Who is to blame, the first that there is of
 
     Lost      a rank whose process or node is gone
     (other)   a rank with an error of its own
-    PeerError the rank that most others name: they waited for it
+    PeerError the rank that most others name, in the end: they waited for it
     Busy      a rank that still did not answer when the others had failed
 
-A dead process breaks connections in a ring, so ranks further away may blame each other: that is
+A dead process breaks connections in a ring, and a rank that gives up says so to the others, so
+ranks further away blame those who noticed first: such chains are followed to their end. All that is
 hearsay, which the first two kinds overrule. ContextBrokenError is hearsay too.
 
 Pure Python: no Ray, no torch.
@@ -108,10 +109,20 @@ def blame(outcomes: Sequence[Outcome]) -> int | None:
     for o in outcomes:
         if o.error is not None and o.error not in HEARSAY:
             return o.rank
-    named = Counter(o.blames for o in outcomes if o.blames is not None)
+    named = Counter(_root(o, outcomes) for o in outcomes if o.blames is not None)
     if named:
         return named.most_common(1)[0][0]
     return next((o.rank for o in outcomes if o.error == BUSY), None)
+
+
+def _root(outcome: Outcome, outcomes: Sequence[Outcome]) -> int | None:
+    """Whom ``outcome`` blames, or whom that one blames in turn, and so on; ranks that blame each
+    other in a circle are taken at their word."""
+    seen, at = {outcome.rank}, outcome.blames
+    while at is not None and at not in seen and outcomes[at].blames is not None:
+        seen.add(at)
+        at = outcomes[at].blames
+    return outcome.blames if at in seen else at
 
 
 def diagnose(
@@ -143,6 +154,8 @@ def diagnose(
         parts.append(f"{'' if own else 'last seen '}{at(spot)}")
     if witnesses:
         parts.append(f"rank {witnesses[0].rank} noticed {at(witnesses[0].spot)}")
+    elif theirs.error == BUSY:  # the others gave up where they cannot tell for whom they waited
+        parts += [f"rank {o.rank}: {o.message}" for o in outcomes if o.error == "PeerError"][:1]
     if len(parts) == 1:
         parts.append("before its first step")
     if own and spot is not None:

@@ -26,8 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 HEAD = "10.77.0.1:6400"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 SMALL = ["--seq", "1500", "--backward"]
-LONG = ["--seq", "64K", "--heads", "4", "--timeout", "5"]
-"""A step takes seconds, so that a link can be cut in the middle of one, with others to come."""
+LONG = ["--seq", "64K", "--heads", "4", "--timeout", "5", "--domains", "1"]
+"""A step takes seconds, so that a link can be cut in the middle of one. As one domain: of two, each
+would have brought over early what it needs of the other."""
 
 Hosts = tuple[Host, Host]
 

@@ -93,6 +93,7 @@ FORWARD = ("forward", "wait", 3)
         ([PEER, Outcome(1, error="KeyError"), Outcome(2, error=BUSY)], 1),
         ([PEER, replace(PEER, rank=1), Outcome(2, error=BUSY)], 2),
         ([PEER, Outcome(1, error="ContextBrokenError"), replace(PEER, rank=2, blames=0)], 2),
+        ([replace(PEER, blames=1), replace(PEER, rank=1), Outcome(2, error=BUSY)], 2),
         ([Outcome(0, error="PeerError"), Outcome(1, error=BUSY), Outcome(2)], 1),
         ([Outcome(0, error="PeerError"), Outcome(1), Outcome(2)], None),
     ],
@@ -135,6 +136,13 @@ def test_who_does_not_answer_is_where_he_was_seen() -> None:
         ": no K/V records within 4 s; it does not answer; last seen in forward, step 3 (wait); "
         "rank 0 noticed in backward, step 2 (wait)"
     )
+
+
+def test_who_does_not_answer_may_be_all_that_is_known() -> None:
+    late = Outcome(0, error="PeerError", message="a peer: it failed or is late")
+    error = diagnose([late, Outcome(1, error=BUSY, message="no answer")], PLACES, {})
+    said = "rank 1 (pid 101 on 10.0.0.1): no answer; rank 0: a peer: it failed or is late"
+    assert (str(error), error.rank, error.step) == (said, 1, None)
 
 
 def test_nobody_is_named_without_evidence() -> None:
