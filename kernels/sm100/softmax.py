@@ -148,10 +148,6 @@ def _record(
     ptx.store_shared(row + TOP + half * 4, own)
     floor = ptx.add_constant(reference, FLOOR)
     tops = [ptx.maximum(x, floor) for x in tops]
-    values = _exponentials(logits[:BLOCK], c, tops[0], block.spec.emulated)
-    early, words = _sum(values), _packed(values)
-    ptx.wall()  # the exponentials stay on this side: the barrier is reached while they run
-
     barrier(barrier_id=PAIRS + tile * 4 + warp, number_of_threads=64)
     top = ptx.maximum(own, ptx.load_shared_float(row + TOP + (half ^ 1) * 4))
     moves = ptx.greater(top, ptx.add_constant(reference, LAG))
@@ -175,12 +171,17 @@ def _record(
     ptx.fence_proxy_async()
     ptx.wall()
     target = where.tmem + (half * (KEYS // 4) + S[0] + P)
-    _publish(target, words, block.barrier(block.barriers.p_ready, tile), lane)
-    values = _exponentials(logits[BLOCK:], c, tops[1], block.spec.emulated)
-    rest = block.barrier(block.barriers.p_rest, tile)
-    _publish(target + 8, _packed(values), rest, lane)
-    sums = _weighted(early, codes[0], sums)
-    return reference, _weighted(_sum(values), codes[1], sums)
+    for n, kind in ((0, block.barriers.p_ready), (1, block.barriers.p_rest)):
+        values = _exponentials(logits[n * BLOCK : (n + 1) * BLOCK], c, tops[n], block.spec.emulated)
+        words = [ptx.to_e4m3(values[m : m + 4]) for m in range(0, BLOCK, 4)]
+        ptx.tmem_store(target + 8 * n, words)
+        ptx.tmem_wait_stores()
+        ptx.before_thread_sync()
+        sync_warp()
+        ptx.arrive_once(block.barrier(kind, tile), lane)
+        ptx.wall()  # what follows does not delay the arrival
+        sums = _added(values, codes[n], sums)
+    return reference, sums
 
 
 def _masks(segment: Any, where: Where, lane: Any) -> list[Any]:
@@ -200,32 +201,13 @@ def _masked(source: Any, masks: list[Any]) -> list[Any]:
     return logits
 
 
-def _publish(target: Any, words: list[Any], ready: Any, lane: Any) -> None:
-    """A block of P to tensor memory; what follows does not delay the arrival."""
-    ptx.tmem_store(target, words)
-    ptx.tmem_wait_stores()
-    ptx.before_thread_sync()
-    sync_warp()
-    ptx.arrive_once(ready, lane)
-    ptx.wall()
-
-
-def _packed(values: list[Any]) -> list[Any]:
-    return [ptx.to_e4m3(values[n : n + 4]) for n in range(0, BLOCK, 4)]
-
-
-def _sum(values: list[Any]) -> Any:
-    """Of a block, as a pair."""
+def _added(values: list[Any], code: Any, sums: Any) -> Any:
+    """A pair of partial sums and a block's values times its scale."""
     total = ptx.pair(*values[:2])
     for n in range(2, BLOCK, 2):
         total = ptx.add_pair(total, ptx.pair(*values[n : n + 2]))
-    return total
-
-
-def _weighted(values: Any, code: Any, sums: Any) -> Any:
-    """The sums and a block's times its scale."""
     weight = ptx.from_bits(ptx.shift_left(code, 23))
-    return ptx.fma_pair(values, ptx.pair(weight, weight), sums)
+    return ptx.fma_pair(total, ptx.pair(weight, weight), sums)
 
 
 def _code(top: Any, reference: Any) -> Any:
