@@ -28,9 +28,9 @@ class ExecutedContract(ForwardContract):
     arch_name = "sm_100a"
 
     close_db = 48.0
-    """A quarter of the exponentials are polynomials with a relative error of 8.6e-5 at most, which
-    moves one of their P in 1,000 or so across a rounding of E4M3, by 2^-4 at most and half of that
-    in the mean: -57 dB for them, -63 dB over all. 15 dB are left to short sums."""
+    """Some of the exponentials are polynomials with a relative error of 8.6e-5 at most, which moves
+    one of their P in 1,000 or so across a rounding of E4M3, by 2^-4 at most and half of that in the
+    mean: -57 dB if all were. 9 dB are left to short sums."""
 
     lse = 2.0**-13
     """The error of one exponential, 8.6e-5, when a sum is little more than it."""
