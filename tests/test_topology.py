@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -22,13 +23,19 @@ from rings import Case, check, ranks, run
 from ringfa4 import ContextParallel
 from ringfa4 import mask as masks
 from ringfa4 import shard as shardings
+from ringfa4.comm.control import SoloControl
+from ringfa4.comm.gloo import Posted
 from ringfa4.comm.interface import Schedule
+from ringfa4.comm.torch_p2p import Operation, TorchP2PTransport, _Mover
 from ringfa4.errors import PeerError, PlanMismatchError
 from ringfa4.launch.ring import main
+from ringfa4.mask import Mask
 from ringfa4.plan import Plan, RecordRange
 from ringfa4.schedule import schedule
 from ringfa4.topology import Topology
 from ringfa4.wire import PLAIN, Direction, Geometry, RecordMap, gradient_wire
+
+Operations = Sequence[Operation]
 
 PAIRS = Topology(((0, 1), (2, 3)))
 
@@ -373,6 +380,61 @@ def test_a_window_carries_its_halo_only() -> None:
     # Rank 4 needs the end of rank 3, which rank 7, its opposite number, brings over.
     assert carried == {7: (RecordRange(0, 2, 4),)}
     assert not plan.step(7, 4).tasks and plan.step(4, 5).source == 7
+
+
+# ---- two-sided transports: what is started only after what --------------------------------------
+
+
+class _Written(_Mover):
+    """Writes down what is started and awaited; nothing moves."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, Posted, list[int]]] = []
+
+    def post(self, sends: Operations, receives: Operations, tag: int) -> tuple[Posted, Posted]:
+        pair = Posted(), Posted()
+        for what, posted, batch in zip(("send", "receive"), pair, (sends, receives), strict=True):
+            self.log.append((what, posted, [data.data_ptr() for _, data in batch]))
+        return pair
+
+    def settle(self, posted: Posted, what: str, step: int | None) -> None:
+        self.log.append(("settle", posted, []))
+
+    def abort(self) -> None:
+        """Nobody waits."""
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+@pytest.mark.parametrize("mask", [masks.full(8 * 512), masks.window(8 * 512, left=1100)])
+def test_copies_are_sent_when_complete_and_written_when_sent(mask: Mask) -> None:
+    """Four domains, so that slots are used again; under the window some carry for others only."""
+    made = shardings.contiguous(8 * 512, 8)
+    plan = Plan(mask, made, made, Topology.even(8, 4))
+    sent = 0
+    for rank, own in enumerate(schedules(plan, "forward")):
+        transport = TorchP2PTransport(None, torch.device("cpu"), SoloControl(1.0))
+        transport.rank, transport.world, transport.mover = rank, 8, _Written()
+        exchange = transport.open(own)
+        exchange.publish()
+        for t in range(1, 8):
+            exchange.fetch(t).wait()
+        exchange.finish()
+        here = {transport.copies.take(lap, own.carry_bytes).data_ptr() for lap in range(2)}
+        under_way: dict[Posted, tuple[int, str]] = {}  # into or out of the copies
+        for what, posted, where in transport.mover.log:
+            if what == "settle":
+                under_way.pop(posted, None)
+                continue
+            for slot in here:
+                if not any(slot <= at < slot + own.carry_bytes for at in where):
+                    continue
+                assert (slot, "receive") not in under_way.values(), "a copy that is not there"
+                assert what == "send" or (slot, "send") not in under_way.values(), "still sent"
+                under_way[posted] = (slot, what)
+                sent += what == "send"
+    assert sent
 
 
 # ---- the ring -----------------------------------------------------------------------------------
