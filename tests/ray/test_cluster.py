@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -90,9 +91,12 @@ def assert_gone(pids: list[int]) -> None:
 def failure(ring: Ring, fn: Any, *args: Any) -> RankFailed:
     """The one error of a run that fails; its ranks are gone."""
     pids = [place.pid for place in ring.gang.places]
+    begin = time.monotonic()
     with pytest.raises(RankFailed) as caught:
         ring.run(fn, *args)
+    seconds = time.monotonic() - begin
     assert_gone(pids)
+    print(f"{seconds:.1f} s from the start of {fn.__name__}{args} to: {caught.value}")
     assert "\n" not in str(caught.value)
     return caught.value
 

@@ -53,8 +53,10 @@ def test_a_stopped_process_keeps_nobody(culprit: int, direction: str) -> None:
     """It answers neither ranks nor the driver; as rank 0 it also holds the group's store."""
     with ring_cluster(2) as ring:
         pids = [place.pid for place in ring.gang.places]
+        begin = time.monotonic()
         with pytest.raises(RankFailed, match="within 4 s; it does not answer") as caught:
             ring.run(ray_work.fails, culprit, direction, "fetch", 1, "stop", 4.0)
+        print(f"stopped: {time.monotonic() - begin:.1f} s to: {caught.value}")
         assert (caught.value.rank, caught.value.step) == (culprit, 1)
         assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
         assert [rank for rank, _, _ in ring.run(ray_work.places)] == [0, 1]
