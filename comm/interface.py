@@ -50,6 +50,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -113,7 +114,7 @@ class StepTransfers:
     lend: Transfer | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
     """The data movement of one rank for one call, derived from the plan. ``steps[0]`` is local and
     moves nothing; after the plan's steps one more may bring dK/dV home.
@@ -141,10 +142,17 @@ class Schedule:
                 f"the schedule is for rank {self.rank} of {self.world}, "
                 f"the transport is rank {rank} of {world}"
             )
+        if self._fault is not None:
+            raise ValueError(self._fault)
+
+    @cached_property
+    def _fault(self) -> str | None:
+        """Which rule it breaks; layers send the same schedule in every call."""
+        rank, world = self.rank, self.world
         if self.own_bytes > self.outbox_bytes:
-            raise ValueError(f"{self.own_bytes=} exceeds {self.outbox_bytes=}")
+            return f"{self.own_bytes=} exceeds {self.outbox_bytes=}"
         if not self.steps or self.steps[0] != StepTransfers():
-            raise ValueError("step 0 is local and moves nothing")
+            return "step 0 is local and moves nothing"
         given = 0
         for number, step in enumerate(self.steps):
             moves = (step.receive, step.send, step.grad_out, step.grad_in, step.carry, step.lend)
@@ -154,33 +162,30 @@ class Schedule:
                     or transfer.nbytes <= 0
                     or (transfer.peer == rank and not _is_own_copy(transfer))
                 ):
-                    raise ValueError(f"step {number} of rank {rank} of {world}: {transfer}")
+                    return f"step {number} of rank {rank} of {world}: {transfer}"
             if step.receive is not None and step.receive.nbytes > (
                 self.carry_bytes if step.receive.peer == rank else self.fetch_bytes
             ):
-                raise ValueError(
-                    f"step {number} receives {step.receive.nbytes} > {self.fetch_bytes=}"
-                )
+                return f"step {number} receives {step.receive.nbytes} > {self.fetch_bytes=}"
             if step.carry is not None and step.carry.nbytes > self.carry_bytes:
-                raise ValueError(f"step {number} carries {step.carry} > {self.carry_bytes=}")
+                return f"step {number} carries {step.carry} > {self.carry_bytes=}"
             for given_away in (step.send, step.lend):
                 if given_away is None:
                     continue
                 there = self.own_bytes if given_away.lap is None else self.carry_bytes
                 if max(map(sum, given_away.spans)) > there:
-                    raise ValueError(
+                    return (
                         f"step {number} sends {given_away} of {self.own_bytes=}, "
                         f"{self.carry_bytes=}"
                     )
             for grad in (step.grad_out, step.grad_in):
                 if grad is not None and grad.nbytes > self.grad_bytes:
-                    raise ValueError(f"step {number}: {grad} exceeds {self.grad_bytes=}")
+                    return f"step {number}: {grad} exceeds {self.grad_bytes=}"
             if step.grad_in is not None:
                 if step.grad_in.index != given:
-                    raise ValueError(
-                        f"step {number}: contribution {given} is due, not {step.grad_in}"
-                    )
+                    return f"step {number}: contribution {given} is due, not {step.grad_in}"
                 given += 1
+        return None
 
 
 def _is_own_copy(transfer: Transfer | GradTransfer | Carry) -> bool:

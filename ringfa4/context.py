@@ -19,6 +19,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -74,6 +75,8 @@ def settle(headers: list[Header]) -> None:
                 f"ranks are in different calls: rank 0 in call {first.call}, "
                 f"rank {rank} in call {header.call}"
             )
+        if header.about == first.about:
+            continue
         names = [*first.about, *(name for name in header.about if name not in first.about)]
         for name in names:
             mine, theirs = first.about.get(name), header.about.get(name)
@@ -81,6 +84,19 @@ def settle(headers: list[Header]) -> None:
                 raise PlanMismatchError(
                     f"ranks disagree about {name}: rank 0 has {mine!r}, rank {rank} has {theirs!r}"
                 )
+
+
+@lru_cache(maxsize=16)
+def _agreed(messages: tuple[bytes, ...]) -> tuple[Mapping[str, int], ...]:
+    """Every rank's ``values``, from what all ranks said; raises as :func:`settle`.
+
+    Virtual ranks are given the same messages: the first reads them for all. Ranks that have the
+    same to say say it in the same bytes, which are read once.
+    """
+    read = {message: Header.decode(message) for message in set(messages)}
+    headers = [read[message] for message in messages]
+    settle(headers)
+    return tuple(header.values for header in headers)
 
 
 class Context:
@@ -127,9 +143,7 @@ class Context:
         header = Header(self.calls, about, values or {}, None if error is None else str(error))
         with self.guard():
             messages = self.control.gather(header.encode())
-        headers = [Header.decode(message) for message in messages]
-        settle(headers)
-        return [h.values for h in headers]
+        return list(_agreed(tuple(messages)))
 
     def require_usable(self) -> None:
         """Raises ContextBrokenError after a failure or after close."""

@@ -83,6 +83,11 @@ class Ring:
     def _schedules(self) -> dict[Direction, Schedule]:
         return {}
 
+    @cached_property
+    def _agreed(self) -> dict[tuple[Direction, tuple[int, ...]], Schedule]:
+        """With capacities; all ranks' maxima are the same in every call, so there are two."""
+        return {}
+
     def schedule(self, direction: Direction) -> Schedule:
         """This rank's own transfers (capacities not yet agreed). Cached."""
         if direction not in self._schedules:
@@ -98,8 +103,12 @@ class Ring:
             {"call": direction, **self.about, **call},
             values={name: getattr(own, name) for name in _AGREED},
         )
-        fetch, grads, carry = (max(rank[name] for rank in needs) for name in _AGREED)
-        return replace(own, fetch_bytes=fetch, grad_bytes=grads, carry_bytes=carry)
+        fetch, grads, carry = most = tuple(max(rank[name] for rank in needs) for name in _AGREED)
+        if (direction, most) not in self._agreed:
+            self._agreed[direction, most] = replace(
+                own, fetch_bytes=fetch, grad_bytes=grads, carry_bytes=carry
+            )
+        return self._agreed[direction, most]
 
 
 def forward(
