@@ -103,6 +103,7 @@ def _merge(
     new_sum = ptx.select(takes, ptx.multiply(total, new_weight), Float32(0.0))
     stores = Int32(mode != LEAVE)
     ptx.store_floats(block.max + at, [top], stores)
+    old_sum = ptx.select(reads, old_sum, Float32(0.0))
     ptx.store_floats(block.sum + at, [ptx.fma(old_sum, old_weight, new_sum)], stores)
     flags = stores * STORES + reads * READS + takes * TAKES
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -61,9 +61,9 @@ class Case:
     v: Tensor
     bands: Sequence[Band]
     scale: float
-    emulated: int = 8
+    emulated: int = 12
     ctas: int = 3
-    keep: list[Any] = field(default_factory=list)
+    arch: str = "sm_100a"
 
     @property
     def spec(self) -> ForwardSpec:
@@ -113,28 +113,41 @@ class Case:
         queries = kernel.prepare(self.q, shard)
         kernel.forward(queries, self.encoded(self.k, self.v), self.tasks, self.scale, state)
 
-    def execute(self, state: State, mode: int = WRITE, **options: Any) -> Any:
-        """The kernel into ``state``, all rows in one mode; the executor's result."""
+    def execute(
+        self,
+        state: State,
+        modes: Tensor | int = WRITE,
+        tables: tuple[Tensor, Tensor] | None = None,
+        drop: int = 0,
+        **options: Any,
+    ) -> Any:
+        """The kernel into ``state``; the executor's result.
+
+        ``modes`` (b, sq) uint8, or one for all rows; ``drop``: so many records, the keys' first,
+        are not there; ``options`` are the executor's.
+        """
         from ptx.machine import Memory
 
         keys, queries = self.encoded(self.k, self.v), self.encoded(self.q, self.q)
         b, sq, heads_q, _ = self.q.shape
-        items, segments = self.tables()
-        modes = torch.full((b, sq), mode, dtype=torch.uint8)
+        items, segments = tables or self.tables()
+        if isinstance(modes, int):
+            modes = torch.full((b, sq), modes, dtype=torch.uint8)
+        kept = keys.buffer[drop * keys.layout.nbytes :].clone()
         acc, top, total = state.acc, state.max, state.sum
         memory = Memory()
         for name, x in (
-            ("queries", queries.buffer), ("keys", keys.buffer), ("acc", acc), ("max", top),
+            ("queries", queries.buffer), ("keys", kept), ("acc", acc), ("max", top),
             ("sum", total), ("items", items), ("segments", segments), ("modes", modes),
         ):  # fmt: skip
             memory.add(x, name, writable=name in ("acc", "max", "sum"))
         k, v, q = keys.layout.operand("k"), keys.layout.operand("v"), queries.layout.operand("k")
-        kernel = captured(self.spec)
+        kernel = captured(self.spec, self.arch)
         kernel(
             queries.buffer.data_ptr(), queries.layout.nbytes, q.payload, q.scales,
             queries.map.records,
-            keys.buffer.data_ptr(), keys.layout.nbytes, k.payload, v.payload, k.scales, v.scales,
-            keys.map.records,
+            kept.data_ptr(), keys.layout.nbytes, k.payload, v.payload, k.scales, v.scales,
+            keys.map.records - drop,
             b, heads_q, self.k.shape[2],
             acc.data_ptr(), top.data_ptr(), total.data_ptr(),
             acc.stride(0) * 4, acc.stride(1) * 4, top.stride(0) * 4, top.stride(1) * 4,
