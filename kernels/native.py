@@ -34,6 +34,7 @@ dropout, sinks.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -130,6 +131,12 @@ class Call:
     def batch(self) -> slice:
         return slice(None) if self.row is None else slice(self.row, self.row + 1)
 
+    def queries(self, x: Tensor) -> Tensor:
+        """Its rows of a local tensor (b, s, h, d)."""
+        if self.row is None and (self.rows.start, self.rows.stop) == (0, x.shape[1]):
+            return x
+        return x[self.batch, self.rows]
+
     def part(self, piece: Band) -> Call:
         """What a band inside the box needs."""
         if piece == self.box:
@@ -143,6 +150,59 @@ class Call:
         rows = slice(self.rows.start + piece.q0, self.rows.start + piece.q1)
         k, v = (x[:, piece.k0 : piece.k1] for x in (self.k, self.v))
         return Call(self.row, rows, piece.shifted(-piece.q0, -piece.k0), tuple(keys), k, v)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """A :class:`Call` without its tensors: what is the same whenever a step comes round."""
+
+    row: int | None
+    rows: slice
+    box: Band
+    keys: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def of(cls, call: Call) -> _Outline:
+        return cls(call.row, call.rows, call.box, call.keys)
+
+    def filled(self, shard: EncodedShard) -> Call:
+        """The call on the records of ``shard``."""
+        k, v = shard.keys_values(*self.keys[0])
+        if len(self.keys) > 1:  # they lie together in memory
+            k, v = (
+                x.as_strided((x.shape[0], self.box.k1, *x.shape[2:]), x.stride()) for x in (k, v)
+            )
+        if self.row is not None:
+            k, v = k[self.row : self.row + 1], v[self.row : self.row + 1]
+        return Call(self.row, self.rows, self.box, self.keys, k, v)
+
+
+MOST_OUTLINES = 256
+"""Steps that a kernel remembers the calls of: those of a call on 256 ranks."""
+
+
+class _Outlines:
+    """The calls of each step, found by which tasks, records and queries they are for.
+
+    A plan gives the same objects in every call, and comparing what they hold would cost as much as
+    the work saved. An entry keeps its objects, so that their ids are nobody else's; they are
+    integers of the plan, no tensors.
+    """
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[tuple[object, ...], tuple[object, list[_Outline]]] = OrderedDict()
+
+    def find(self, of: tuple[object, ...], what: tuple[object, ...]) -> list[_Outline] | None:
+        """Those of the objects ``of`` under the hashable circumstances ``what``, if kept."""
+        found = self._found.get((*map(id, of), *what))
+        return None if found is None else found[1]
+
+    def keep(
+        self, of: tuple[object, ...], what: tuple[object, ...], outlines: list[_Outline]
+    ) -> None:
+        self._found[(*map(id, of), *what)] = of, outlines
+        if len(self._found) > MOST_OUTLINES:
+            self._found.popitem(last=False)
 
 
 def _joined(first: Call, second: Call) -> Call | None:
@@ -223,7 +283,7 @@ class NativeKernel(BlockKernel):
         state: State,
     ) -> None:
         for call in self._calls(queries, shard, tasks):
-            q, k, v = queries.q[call.batch, call.rows], call.k, call.v
+            q, k, v = call.queries(queries.q), call.k, call.v
             if masks_pairs(call.box):
                 v, bad = guarded(v, None, zero_found=True)
                 out, lse = self.attend(call.box, scale, q, aligned(k), v)
@@ -261,10 +321,27 @@ class NativeKernel(BlockKernel):
                 grads.add_dkv(call.row, chunk, k0, k1, dk[:, here], dv[:, here])
                 at += k1 - k0
 
+    @cached_property
+    def _outlines(self) -> _Outlines:
+        return _Outlines()
+
     def _calls(
         self, queries: Queries, shard: EncodedShard, tasks: Sequence[Task]
     ) -> Iterator[Call]:
         """The calls that compute ``tasks``: neighbours joined where they are one band, then cut."""
+        of, g = (tasks, shard.map, queries.shard), shard.geometry
+        what = shard.wire, g.batch, g.dk, g.dv, queries.q.shape[2], self.most_elements
+        outlines = self._outlines.find(of, what)
+        if outlines is not None:
+            for outline in outlines:
+                yield outline.filled(shard)
+            return
+        calls = list(self._parts(self._wholes(queries, shard, tasks), queries.q))
+        self._outlines.keep(of, what, [_Outline.of(call) for call in calls])
+        yield from calls
+
+    def _wholes(self, queries: Queries, shard: EncodedShard, tasks: Sequence[Task]) -> list[Call]:
+        """A call a band, neighbours joined."""
         joined: list[Call] = []
         for task in tasks:
             batch = slice(None) if task.batch is None else slice(task.batch, task.batch + 1)
@@ -285,8 +362,12 @@ class NativeKernel(BlockKernel):
                     call = both
                 assert call is not None
                 joined.append(call)
-        for whole_call in joined:
-            for call in self._sized(whole_call, queries.q):
+        return joined
+
+    def _parts(self, wholes: Sequence[Call], q: Tensor) -> Iterator[Call]:
+        """What is given to the library."""
+        for whole in wholes:
+            for call in self._sized(whole, q):
                 for piece in self.cut(call.box):
                     yield call.part(piece)
 
@@ -373,7 +454,8 @@ def window(box: Band) -> tuple[int | None, int | None]:
 def aligned(x: Tensor) -> Tensor:
     """``x`` if its rows can be read 16 bytes at a time, else a contiguous copy."""
     step = 16 // x.element_size()
-    fits = x.stride(-1) == 1 and not any(s % step for s in x.stride()[:-1])
+    *outer, last = x.stride()
+    fits = last == 1 and not any(s % step for s in outer)
     return x if fits and x.data_ptr() % 16 == 0 else x.contiguous()
 
 

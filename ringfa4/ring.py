@@ -96,6 +96,24 @@ class Ring:
             )
         return self._schedules[direction]
 
+    @cached_property
+    def _maps(self) -> dict[tuple[int, bool], RecordMap]:
+        return {}
+
+    def records(self, step: Step, *, returned: bool = False) -> RecordMap:
+        """Where the records lie that this rank has in ``step``, or those whose dK/dV it returns.
+        Cached.
+        """
+        key = step.index, returned
+        if key not in self._maps:
+            shard = self.plan.k_sharding.shards[step.owner]
+            self._maps[key] = (
+                RecordMap.whole(shard)
+                if step.index == 0
+                else RecordMap(shard, step.ranges if returned else step.held)
+            )
+        return self._maps[key]
+
     def agree(self, direction: Direction, call: Mapping[str, str | float | bool]) -> Schedule:
         """Agree with the peers on ``about`` and ``call``; this rank's transfers. Collective."""
         own = self.schedule(direction)
@@ -140,9 +158,10 @@ def forward(
             if records is not None:
                 with observer.span("compute", step.index):
                     ring.kernel.forward(queries, records, step.tasks, scale, state)
-        exchange.finish()
         with observer.span("finish", 0):
-            return state.finalise(q.dtype, sink, None if mu is None else shift(q, mu, scale))
+            result = state.finalise(q.dtype, sink, None if mu is None else shift(q, mu, scale))
+        exchange.finish()  # last: until then no other virtual rank's host gets in between
+        return result
 
 
 def backward(
@@ -238,18 +257,16 @@ def _steps(
     """Each step with its records (None when it has no tasks); the next step's transfer is under
     way by then.
     """
-    plan, shards = ring.plan, ring.plan.k_sharding.shards
+    plan = ring.plan
     last = len(ring.schedule(direction).steps) - 1
     coming: Handle | None = None
     for t in range(plan.world):
         step = plan.step(ring.rank, t)
         if coming is None:
             buffer: Tensor | None = exchange.outbox()
-            where = RecordMap.whole(shards[ring.rank])
         else:
             with observer.span("wait", t):
                 buffer = coming.wait()
-            where = RecordMap(shards[step.owner], step.held)
         if t < last:
             with observer.span("fetch", t + 1):
                 coming = exchange.fetch(t + 1)
@@ -257,7 +274,7 @@ def _steps(
             yield step, None
             continue
         assert buffer is not None, "a step with tasks needs records"
-        yield step, ring.wire.view(ring.geometry, where, buffer, direction)
+        yield step, ring.wire.view(ring.geometry, ring.records(step), buffer, direction)
     if coming is not None:
         coming.wait()
 
@@ -274,7 +291,7 @@ class _Homecoming:
         self, ring: Ring, exchange: Exchange, device: torch.device, observer: Observer
     ) -> None:
         self.ring, self.exchange, self.observer = ring, exchange, observer
-        self.own = _Sums(ring, RecordMap.whole(ring.plan.k_sharding.shards[ring.rank]), device)
+        self.own = _Sums(ring, ring.records(ring.plan.step(ring.rank, 0)), device)
         self.carried: dict[int, _Sums] = {}
         """lap -> sum; two at most."""
         self.taken = 0
@@ -284,15 +301,14 @@ class _Homecoming:
         lap, turn = self.ring.plan.lap(step.index)
         if step.index == 0:
             return self.own.map, self.own.buffer
-        shard = self.ring.plan.k_sharding.shards[step.owner]
         if lap and turn == 0:
             sums = self.carried[lap] = _Sums(
-                self.ring, RecordMap(shard, step.held), self.own.buffer.device
+                self.ring, self.ring.records(step), self.own.buffer.device
             )
             return sums.map, sums.buffer
         slot = self.exchange.grad_slot(step.index)
         assert slot is not None, "a step with tasks has a contribution"
-        return RecordMap(shard, step.ranges), slot
+        return self.ring.records(step, returned=True), slot
 
     def after(self, step: Step) -> None:
         """``step`` is computed: hand over, and take what came in the one before."""
@@ -301,9 +317,9 @@ class _Homecoming:
         if t == 0 and not step.tasks:
             self.own.buffer.zero_()
         if lap and turn == 0 and step.held and not step.tasks:
-            where = RecordMap(self.ring.plan.k_sharding.shards[step.owner], step.held)
-            self.carried[lap] = _Sums(self.ring, where, self.own.buffer.device)
-            self.carried[lap].buffer.zero_()
+            sums = _Sums(self.ring, self.ring.records(step), self.own.buffer.device)
+            sums.buffer.zero_()
+            self.carried[lap] = sums
         if t == 0:
             return
         if turn == 0:

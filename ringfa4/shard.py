@@ -82,6 +82,20 @@ class Shard:
     def records(self) -> int:
         return self.record_base[-1]
 
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int, int, int], ...]:
+        """(first local token, its row in records, tokens, rows of padding after them) of each run
+        of tokens that follow one another in records too: of chunks with full records.
+        """
+        found, first = [], 0
+        for c, chunk in enumerate(self.chunks):
+            padding = chunk.records * RECORD - chunk.count
+            if padding or c == len(self.chunks) - 1:
+                start, stop = self.offsets[first], self.offsets[c + 1]
+                found.append((start, self.record_base[first] * RECORD, stop - start, padding))
+                first = c + 1
+        return tuple(found)
+
     def positions(self) -> Iterator[int]:
         """Global positions in local order."""
         for chunk in self.chunks:

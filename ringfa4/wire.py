@@ -172,16 +172,21 @@ class PlainShard(EncodedShard):
         return self.buffer[: size * g.dtype.itemsize].view(g.dtype)
 
     def keys_values(self, chunk: int, k0: int, k1: int) -> tuple[Tensor, Tensor]:
+        return self.packed_rows(self.map.row(chunk, k0), k1 - k0)
+
+    def packed_rows(self, row: int, count: int) -> tuple[Tensor, Tensor]:
+        """K and V of ``count`` rows, of whichever chunks they are."""
         # A call asks for hundreds of these; a chain of views costs the host several times as much.
         g, flat = self.geometry, self._flat
-        width = g.heads_kv * (g.dk + g.dv)
+        width, dk, dv = g.heads_kv * (g.dk + g.dv), g.dk, g.dv
         token = g.batch * width
-        start = flat.storage_offset() + self.map.row(chunk, k0) * token
-        k, v = (
-            flat.as_strided((g.batch, k1 - k0, g.heads_kv, d), (width, token, d, 1), start + after)
-            for d, after in ((g.dk, 0), (g.dv, g.heads_kv * g.dk))
+        start = flat.storage_offset() + row * token
+        return (
+            flat.as_strided((g.batch, count, g.heads_kv, dk), (width, token, dk, 1), start),
+            flat.as_strided(
+                (g.batch, count, g.heads_kv, dv), (width, token, dv, 1), start + g.heads_kv * dk
+            ),
         )
-        return k, v
 
 
 @dataclass(frozen=True)
@@ -203,13 +208,13 @@ class PlainWire(WireFormat):
     def encode(self, k: Tensor, v: Tensor, shard: Shard, out: Tensor, direction: Direction) -> None:
         geometry = Geometry(k.shape[0], k.shape[2], k.shape[3], v.shape[3], k.dtype)
         encoded = PlainShard(self.name, geometry, RecordMap.whole(shard), out)
-        for c, chunk in enumerate(shard.chunks):
-            local = slice(shard.offsets[c], shard.offsets[c] + chunk.count)
-            to_k, to_v = encoded.keys_values(c, 0, chunk.count)
-            to_k.copy_(k[:, local])
-            to_v.copy_(v[:, local])
-            for pad in encoded.keys_values(c, chunk.count, chunk.records * RECORD):
-                pad.zero_()
+        for first, row, count, padding in shard.runs:
+            into = encoded.packed_rows(row, count)
+            for to, x in zip(into, (k, v), strict=True):
+                to.copy_(x if count == x.shape[1] else x[:, first : first + count])
+            if padding:
+                for pad in encoded.packed_rows(row + count, padding):
+                    pad.zero_()
 
     def view(
         self, geometry: Geometry, map: RecordMap, buffer: Tensor, direction: Direction
