@@ -66,8 +66,7 @@ class _Rank:
         """(call, lap) of the last copy that is complete."""
         self.read: dict[int, tuple[int, int]] = {}
         """(call, lap) of the last copy that each peer has read."""
-        self.gathered = 0
-        self.messages: dict[int, bytes] = {}
+        self.gathers = 0
         self.shared: Tensor | None = None
         self.shares = 0
         self.shares_read = 0
@@ -84,6 +83,10 @@ class LocalWorld:
             )
         self.world, self.timeout_s, self.device = world, timeout_s, torch.device("cpu")
         self.ranks = [_Rank(self.device) for _ in range(world)]
+        self.said = threading.Condition()
+        """Guards ``rounds`` and each rank's ``gathers``."""
+        self.rounds: dict[int, dict[int, bytes]] = {}
+        """Of each gather by its number, until the next is complete: rank -> message."""
         self._failures: list[tuple[int, str]] = []
 
     def control(self, rank: int) -> LocalControl:
@@ -98,9 +101,9 @@ class LocalWorld:
         self.wake()
 
     def wake(self) -> None:
-        for peer in self.ranks:
-            with peer.changed:
-                peer.changed.notify_all()
+        for condition in (self.said, *(peer.changed for peer in self.ranks)):
+            with condition:
+                condition.notify_all()
 
     def failure(self, besides: int) -> tuple[int, str] | None:
         return next((f for f in self._failures if f[0] != besides), None)
@@ -121,24 +124,42 @@ class LocalWorld:
         Raises PeerError when a peer failed or ``late`` (default: ``on``) is late. What is ready
         is taken even when somebody failed meanwhile: the failure shows in the next wait.
         """
-        deadline = time.monotonic() + self.timeout_s
         at = self.ranks[on]
         with at.changed:
-            while not ready(at):
-                reason = broken()
-                if reason is not None:
-                    raise ContextBrokenError(reason)
-                failed = self.failure(besides=rank)
-                if failed is not None:
-                    raise PeerError(failed[1], rank=failed[0], step=step)
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    raise PeerError(
-                        f"no {what} within {self.timeout_s:g} s",
-                        rank=on if late is None else late,
-                        step=step,
-                    )
-                at.changed.wait(remaining)
+            self.sleep(
+                at.changed,
+                lambda: ready(at),
+                rank,
+                what,
+                lambda: on if late is None else late,
+                step=step,
+                broken=broken,
+            )
+
+    def sleep(
+        self,
+        on: threading.Condition,
+        ready: Callable[[], bool],
+        rank: int,
+        what: str,
+        late: Callable[[], int],
+        *,
+        step: int | None = None,
+        broken: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """As :meth:`wait` with ``on``, held, notified of every change."""
+        deadline = time.monotonic() + self.timeout_s
+        while not ready():
+            reason = broken()
+            if reason is not None:
+                raise ContextBrokenError(reason)
+            failed = self.failure(besides=rank)
+            if failed is not None:
+                raise PeerError(failed[1], rank=failed[0], step=step)
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise PeerError(f"no {what} within {self.timeout_s:g} s", rank=late(), step=step)
+            on.wait(remaining)
 
 
 class LocalControl(Control):
@@ -150,21 +171,23 @@ class LocalControl(Control):
 
     def gather(self, message: bytes) -> list[bytes]:
         require_message(message)
-        own = self._shared.ranks[self.rank]
-        number = own.gathered + 1
-        with own.changed:
-            own.messages[number] = message
-            # Everybody has sent number - 1, hence read every message of number - 2.
-            own.messages.pop(number - 2, None)
-            own.gathered = number
-            own.changed.notify_all()
-        messages = []
-        for peer in range(self.world):
-            self._shared.wait(
-                self.rank, peer, lambda at: at.gathered >= number, f"answer to message {number}"
+        shared, ranks = self._shared, range(self.world)
+        own = shared.ranks[self.rank]
+        with shared.said:
+            own.gathers = number = own.gathers + 1
+            said = shared.rounds.setdefault(number, {})
+            said[self.rank] = message
+            if len(said) == self.world:  # who comes last wakes the others, once
+                shared.rounds.pop(number - 1, None)
+                shared.said.notify_all()
+            shared.sleep(
+                shared.said,
+                lambda: len(said) == self.world,
+                self.rank,
+                f"answer to message {number}",
+                lambda: next(r for r in ranks if r not in said),
             )
-            messages.append(self._shared.ranks[peer].messages[number])
-        return messages
+        return [said[r] for r in ranks]
 
     def report(self, reason: str) -> None:
         self._shared.fail(self.rank, reason)
