@@ -275,7 +275,9 @@ class Gang:
                 except ray.exceptions.RayTaskError as error:
                     if isinstance(error.cause, (ValueError, OSError)):
                         raise error.cause from None
-                    raise self._not_started(index, method, str(error.cause)) from error
+                    first = (str(error.cause).strip().splitlines() or [""])[0]
+                    why = f"{type(error.cause).__name__}: {first}"
+                    raise self._not_started(index, method, why) from error
                 except GetTimeoutError:
                     late = f"no answer within {self.shape.start_s:g} s"
                     raise self._not_started(index, method, late) from None

@@ -82,10 +82,11 @@ def groups() -> list[str]:
 
 
 def assert_gone(pids: list[int]) -> None:
-    """No process of a failed gang, no placement group, no shared memory beside Ray's own."""
+    """No process of a failed gang, no placement group, no shared memory."""
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
     assert groups() == []
-    assert [f for f in os.listdir("/dev/shm") if "ringfa4" in f or "torch" in f] == []
+    shared = [f for f in os.listdir("/dev/shm") if f.startswith(("plasma", "nccl", "ringfa4"))]
+    assert shared == []
 
 
 def failure(ring: Ring, fn: Any, *args: Any) -> RankFailed:

@@ -112,6 +112,21 @@ def test_a_node_with_another_install(
         cluster.close()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+def test_gpus_that_only_ray_knows_of() -> None:
+    """Ray is told of two GPUs a node; a rank that gets one says what torch makes of it."""
+    cluster = LocalCluster(2, cpus=2, gpus=2)
+    try:
+        with connected(cluster.address):
+            with pytest.raises(RankFailed, match=r"before the first step \(settle\)") as caught:
+                Ring(Shape(2, 2, gpus=True)).run(ray_work.places)
+            assert "\n" not in str(caught.value) and "a rank on 127.0.0." in str(caught.value)
+            with pytest.raises(ValueError, match="3 CPU, 3 GPU each are wanted"):
+                Ring(Shape(2, 3, gpus=True)).run(ray_work.places)
+    finally:
+        cluster.close()
+
+
 # ---- the command, with a cluster of its own -----------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 import socket
 import subprocess
@@ -11,7 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from ringfa4.comm.reach import Seat
+from ringfa4.launch import ray_rank
 from ringfa4.launch.ray_outcomes import BUSY, LOST, Outcome, blame, diagnose, raised_alike
 from ringfa4.launch.ray_places import (
     Place,
@@ -187,6 +191,27 @@ def test_an_address_of_another_host_is_not_a_taken_port() -> None:
 def test_the_interface_of_an_address() -> None:
     assert interface_of("127.0.0.9") == "lo"
     assert interface_of("203.0.113.1") is None
+
+
+# ---- GPUs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fabric", ["rack/7", None])
+def test_a_rank_sees_the_gpus_of_its_node_and_uses_its_own(
+    fabric: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = []
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    monkeypatch.setattr(ray_rank, "seat_of", lambda d: Seat("h", "b", str(d), fabric, mps=False))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    assert ray_rank.Rank("n", "127.0.0.1", "5").settle(["4", "5", "7"]) == (fabric or "n")
+    assert (os.environ["CUDA_VISIBLE_DEVICES"], used) == ("4,5,7", ["cuda:1"])
+
+
+def test_a_rank_without_a_gpu_leaves_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert ray_rank.Rank("node", "127.0.0.1", None).settle([]) == "node"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 # ---- Ray is optional ----------------------------------------------------------------------------
