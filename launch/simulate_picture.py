@@ -28,7 +28,7 @@ def save(outcomes: Sequence[tuple[Case, Outcome]], path: str | Path, title: str)
         raise MissingLibraryError(
             "a picture needs matplotlib, which is not installed: pip install 'ringfa4[plot]'"
         ) from None
-    figure = Figure(figsize=(12, 5.2), dpi=110, layout="constrained")
+    figure = Figure(figsize=(12, 7.4), dpi=100, layout="constrained")
     figure.suptitle(title, fontsize=11)
     tokens, ranks = figure.subplots(1, 2, sharey=True)
     _panel(tokens, outcomes, x="seq", by="ranks")
@@ -38,6 +38,8 @@ def save(outcomes: Sequence[tuple[Case, Outcome]], path: str | Path, title: str)
 
 
 def _panel(axes: Any, outcomes: Sequence[tuple[Case, Outcome]], *, x: str, by: str) -> None:
+    from matplotlib import colormaps
+
     lines: dict[tuple[int, str], dict[bool, list[tuple[int, float]]]] = {}
     for case, found in outcomes:
         ways = lines.setdefault((getattr(case, by), case.wire), {})
@@ -48,7 +50,8 @@ def _panel(axes: Any, outcomes: Sequence[tuple[Case, Outcome]], *, x: str, by: s
             at, efficiency = zip(*sorted(points), strict=True)
             style = "s--" if backward else "o-"
             label = f"{name}, {wire}, {'backward' if backward else 'forward'}"
-            axes.plot(at, efficiency, style, color=f"C{n % 10}", label=label, markersize=4)
+            color = colormaps["tab20"](n % 20)
+            axes.plot(at, efficiency, style, color=color, label=label, markersize=4)
     seen = sorted({getattr(case, x) for case, _ in outcomes})
     axes.set_xscale("log", base=2)
     axes.set_xticks(seen, [size_text(v).split()[0] for v in seen])
@@ -56,4 +59,4 @@ def _panel(axes: Any, outcomes: Sequence[tuple[Case, Outcome]], *, x: str, by: s
     axes.set_xlabel("tokens" if x == "seq" else "ranks")
     axes.set_ylim(0, 1.02)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, ncols=2, loc="lower right" if x == "seq" else "lower left")
+    axes.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.1))
