@@ -37,3 +37,50 @@ def test_multicast_stays_off_unless_the_user_says_otherwise(
     assert {name: os.environ[name] for name in others} == {
         name: streams.NO_MULTICAST[name] for name in others
     }
+
+
+class MovingDriver:
+    """cuMemcpyAsync on the host's memory; ``status`` is what it returns."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status, self.streams = status, list[int]()
+
+    def cuMemcpyAsync(
+        self,
+        into: ctypes.c_uint64,
+        source: ctypes.c_uint64,
+        nbytes: ctypes.c_size_t,
+        stream: ctypes.c_void_p,
+    ) -> int:
+        self.streams.append(stream.value or 0)
+        ctypes.memmove(into.value, source.value, nbytes.value)
+        return self.status
+
+    def cuGetErrorName(self, status: int, name: object) -> int:
+        return 0
+
+
+class Stream:
+    cuda_stream = 0xABCD
+
+
+def test_a_lane_copies_the_bytes_of_a_slice_on_its_own_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = MovingDriver()
+    monkeypatch.setattr(streams, "_driver", lambda: driver)
+    lane = streams.CudaLane(Stream())
+    source = torch.arange(100, dtype=torch.uint8)
+    into = torch.zeros(100, dtype=torch.uint8)
+    lane.copy(into[8:40], source[50:82])
+    assert into.tolist() == [0] * 8 + list(range(50, 82)) + [0] * 60
+    assert driver.streams == [0xABCD]
+    with pytest.raises(AssertionError):
+        lane.copy(into[:4], source[:5])
+
+
+def test_a_copy_that_the_driver_refuses_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_driver", lambda: MovingDriver(status=1))
+    lane = streams.CudaLane(Stream())
+    with pytest.raises(RuntimeError, match="cuMemcpyAsync failed: 1"):
+        lane.copy(torch.zeros(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8))
