@@ -226,7 +226,7 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     return options_of(parser, parser.parse_args(argv))
 
 
-def options_of(parser: argparse.ArgumentParser, values: argparse.Namespace) -> Options:
+def options_of(parser: Parser, values: argparse.Namespace) -> Options:
     """What :func:`ring_parser` parsed, its mask options settled. UsageError as above."""
     values.mask = mask_name(parser, values)
     if values.documents is not None:
