@@ -11,7 +11,7 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass.cute.arch import barrier
+from cutlass.cute.arch import barrier, sync_warp
 
 from ringfa4.kernels.sm100 import instructions as ptx
 from ringfa4.kernels.sm100.block import Block
@@ -44,7 +44,9 @@ def guard(block: Block, thread: Int32) -> None:
                     ptx.fence_proxy_async()
                     barrier(barrier_id=NAMED_BARRIER, number_of_threads=THREADS)
                     ptx.arrive_once(block.barrier(barriers.v_clean, slot), thread)
-                # Also where nothing is to be done, lest the slot's uses run ahead of this warp.
+                # Also where nothing is to be done, lest the slot's uses run ahead of this warp; one
+                # lane speaks for all once all have seen the slot full.
+                sync_warp()
                 ptx.arrive_once(block.barrier(barriers.v_empty, slot), thread % 32)
                 v = advanced(v, slots)
         work += block.ctas
