@@ -390,8 +390,8 @@ class Outcome:
     @property
     def memory_bytes(self) -> int:
         """Of the rank that holds most: tensors, state and the transport's buffers."""
-        ranks = range(self.numbers.world)
-        return max(memory(self.numbers, rank, self.setting.at_once) for rank in ranks)
+        waiting = 0 if self.setting.fused else self.setting.at_once - 1
+        return max(memory(self.numbers, rank, waiting) for rank in range(self.numbers.world))
 
     @property
     def memory_share(self) -> float:
@@ -408,10 +408,10 @@ def simulate(numbers: Numbers, machine: Machine, setting: Setting) -> Outcome:
     return Outcome(numbers, machine, setting, ops, ring.wires.links, seconds, kernel_s)
 
 
-def memory(numbers: Numbers, rank: int, at_once: int) -> int:
+def memory(numbers: Numbers, rank: int, waiting: int) -> int:
     """Bytes that one attention call holds on ``rank``: bf16 tensors, fp32 state, and buffers.
 
-    Forward: q, k, v, out, lse, the state and partials that wait; two outboxes, two fetch buffers.
+    Forward: q, k, v, out, lse, the state, ``waiting`` partials; two outboxes, two fetch buffers.
     Backward: dO, dQ, dK, dV and their fp32 sums besides, two inbox and two outgoing slots. Where
     ranks carry: two copies, and in backward two sums of them. A model's own memory is not here.
     """
@@ -427,7 +427,7 @@ def memory(numbers: Numbers, rank: int, at_once: int) -> int:
     copy = max((work.carried for own in numbers.steps for work in own), default=0)
     held = q + kv + out + lse + 2 * (outbox + fetched + copy)
     if not numbers.backward:
-        return held + (2 + at_once - 1) * out + 2 * lse
+        return held + (2 + waiting) * out + 2 * lse
     largest = max((work.returned for own in numbers.steps for work in own), default=0)
     records = numbers.plan.k_sharding.shards[rank].records
     sums = 2 * q + (records + 2 * copy // record) * record_bytes("fp32", shape)

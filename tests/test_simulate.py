@@ -333,6 +333,20 @@ def test_a_two_sided_transfer_waits_for_both_ends() -> None:
     assert starts[1][0] == pytest.approx(starts[1][1]), "the source computes step 0 first"
 
 
+def test_memory_by_hand() -> None:
+    """512 tokens a rank, 2:1 heads of 64, bf16; 4 records a shard, of 128 tokens x 128 x 2 B."""
+    q, kv, lse, shard = 512 * 2 * 64 * 2, 512 * 128 * 2, 512 * 2 * 4, 4 * 128 * 128 * 2
+    there = simulate(planned(masks.full(1024), 2), machine(), Setting("bf16"))
+    plain = q + kv + q + lse + 4 * shard
+    assert there.memory_bytes == plain + 2 * q + 2 * lse + 3 * q  # the state, and what waits
+    fused = simulate(there.numbers, machine(), Setting("bf16", fused=True))
+    assert fused.memory_bytes == there.memory_bytes - 3 * q
+    back = simulate(planned(masks.full(1024), 2, backward=True), machine(), Setting("bf16"))
+    sums = 2 * q + 2 * kv
+    assert back.memory_bytes == plain + q + q + kv + sums + lse + 4 * 2 * shard
+    assert there.memory_share == there.memory_bytes / 2**30
+
+
 def test_a_rate_that_is_missing_or_wrong_is_named() -> None:
     numbers = planned(masks.full(256), 1)
     with pytest.raises(ValueError, match=r"'h200x8' has no rate 'forward_mxfp8'.*--rate"):
