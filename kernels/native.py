@@ -315,11 +315,7 @@ class NativeKernel(BlockKernel):
             else:
                 dq, dk, dv = self.differentiate(box, scale, own, aligned(k), aligned(v))
             grads.add_dq(call.row, rows, dq)
-            at = 0
-            for chunk, k0, k1 in call.keys:
-                here = slice(at, at + k1 - k0)
-                grads.add_dkv(call.row, chunk, k0, k1, dk[:, here], dv[:, here])
-                at += k1 - k0
+            grads.add_dkv_of(call.row, call.keys, dk, dv)
 
     @cached_property
     def _outlines(self) -> _Outlines:

@@ -18,7 +18,7 @@ k (b, sk, heads_kv, dk), v (b, sk, heads_kv, dv), lse (b, heads_q, sq).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -28,10 +28,10 @@ from torch import Tensor
 from ringfa4.comm.interface import Exchange, Handle, Schedule
 from ringfa4.context import Context
 from ringfa4.kernels.interface import BlockKernel
-from ringfa4.plan import Plan, RecordRange, Step
+from ringfa4.plan import Plan, Step
 from ringfa4.precondition import NONE, Precondition, row_sums, shift
 from ringfa4.schedule import schedule
-from ringfa4.state import Grads, State, add_into
+from ringfa4.state import Grads, State
 from ringfa4.trace import NAMED, Observer
 from ringfa4.wire import Direction, EncodedShard, Geometry, RecordMap, WireFormat, gradient_wire
 
@@ -113,6 +113,23 @@ class Ring:
                 else RecordMap(shard, step.ranges if returned else step.held)
             )
         return self._maps[key]
+
+    @cached_property
+    def _given(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        return {}
+
+    def given(self, t: int) -> tuple[tuple[int, int], ...]:
+        """(byte offset, bytes) in the sum they belong to, of the dK/dV that reach this rank in step
+        ``t``. Cached.
+        """
+        if t not in self._given:
+            plan, (lap, turn) = self.plan, self.plan.lap(t)
+            back = plan.returns(plan.giver(self.rank, t), t)
+            assert back is not None and back.peer == self.rank, "what came was due"
+            begun = plan.step(self.rank, t - turn if lap and turn else 0)
+            record = gradient_wire(self.geometry.dtype).record_bytes(self.geometry, "backward")
+            self._given[t] = self.records(begun).inside(back.ranges, record)
+        return self._given[t]
 
     def agree(self, direction: Direction, call: Mapping[str, str | float | bool]) -> Schedule:
         """Agree with the peers on ``about`` and ``call``; this rank's transfers. Collective."""
@@ -357,9 +374,8 @@ class _Homecoming:
         sums = self.carried.get(lap) if lap and turn else self.own
         with self.observer.span("reduce", t):
             for given in self.exchange.contributions(t):
-                back = plan.returns(given.peer, t)
-                assert back is not None and sums is not None, "what came was due"
-                sums.add(back.ranges, given.view)
+                assert sums is not None, "what came was due"
+                sums.add(self.ring.given(t), given.view)
                 given.release()
 
 
@@ -375,14 +391,15 @@ class _Sums:
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self.sums = self.wire.view(self.geometry, self.map, self.buffer, "backward")
 
-    def add(self, ranges: tuple[RecordRange, ...], view: Tensor) -> None:
-        """Add the records of ``ranges``, packed in ``view``."""
-        where = RecordMap(self.map.shard, ranges)
-        theirs = self.wire.view(self.geometry, where, view, "backward")
-        for chunk, start, stop in where.tokens():
-            mine = self.sums.keys_values(chunk, start, stop)
-            for into, value in zip(mine, theirs.keys_values(chunk, start, stop), strict=True):
-                add_into(into, value)
+    def add(self, spans: Sequence[tuple[int, int]], view: Tensor) -> None:
+        """Add what is packed in ``view`` to the bytes of ``spans``, rows of padding and all: those
+        are undefined here, too, and nobody reads them.
+        """
+        dtype, at = self.wire.dtype, 0
+        for offset, nbytes in spans:
+            mine = self.buffer[offset : offset + nbytes].view(dtype)
+            mine.add_(view[at : at + nbytes].view(dtype))
+            at += nbytes
 
     def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """dk (b, sk, heads_kv, dk) and dv (b, sk, heads_kv, dv), contiguous, in ``dtype``."""
@@ -391,9 +408,9 @@ class _Sums:
             torch.empty(g.batch, len(shard), g.heads_kv, d, dtype=dtype, device=self.buffer.device)
             for d in (g.dk, g.dv)
         )
-        for c, chunk in enumerate(shard.chunks):
-            local = slice(shard.offsets[c], shard.offsets[c] + chunk.count)
-            keys, values = self.sums.keys_values(c, 0, chunk.count)
+        for first, row, count, _ in shard.runs:
+            local = slice(first, first + count)
+            keys, values = self.sums.packed_rows(row, count)
             dk[:, local] = self.ring.precondition.key_gradient(keys)
             dv[:, local] = values
         return dk, dv

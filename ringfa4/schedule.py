@@ -116,18 +116,7 @@ class _Moves:
         return Carry(owner, spans, lap, readers)
 
 
-def _inside(
-    held: RecordMap, ranges: Sequence[RecordRange], record: int
-) -> tuple[tuple[int, int], ...]:
-    """(byte offset in what is held, bytes) of ``ranges``, in order; adjacent ones are joined."""
-    spans: list[tuple[int, int]] = []
-    for r in ranges:
-        first, there = held.packed(r.chunk)
-        start, size = (first + r.start - there.start) * record, len(r) * record
-        if spans and sum(spans[-1]) == start:
-            start, size = spans[-1][0], spans.pop()[1] + size
-        spans.append((start, size))
-    return tuple(spans)
+_inside = RecordMap.inside
 
 
 def _records(ranges: Sequence[RecordRange]) -> int:

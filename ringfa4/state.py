@@ -314,13 +314,14 @@ class Grads:
         self.dq = torch.empty(batch, seq, heads, dk, device=device, dtype=dtype)
         self._dq_written = Written(batch)
         self._kv: PlainShard | None = None
-        self._kv_written: dict[int, Written] = {}
+        self._kv_written = Written(batch)
+        """Packed rows of the step's records."""
 
     def begin(self, geometry: Geometry, map: RecordMap, buffer: Tensor) -> None:
         """dK/dV of the coming tasks go to ``buffer``: uint8, packed as ``map`` says, undefined."""
         wire = gradient_wire(self.dq.dtype)
         self._kv = wire.view(replace(geometry, dtype=wire.dtype), map, buffer, "backward")
-        self._kv_written = {r.chunk: Written(geometry.batch) for r in map.ranges}
+        self._kv_written = Written(geometry.batch)
 
     def add_dq(self, batch: int | None, rows: slice, dq: Tensor) -> None:
         """Add dq (b', n, heads_q, dk) into the local rows ``rows``."""
@@ -333,21 +334,43 @@ class Grads:
         self, batch: int | None, chunk: int, k0: int, k1: int, dk: Tensor, dv: Tensor
     ) -> None:
         """Add dk, dv (b', n, heads_kv, dk or dv) into tokens [k0, k1) of ``chunk``."""
+        self.add_dkv_of(batch, [(chunk, k0, k1)], dk, dv)
+
+    def add_dkv_of(
+        self, batch: int | None, keys: Sequence[tuple[int, int, int]], dk: Tensor, dv: Tensor
+    ) -> None:
+        """As :meth:`add_dkv` for several ranges (chunk, k0, k1) that follow one another in dk and
+        dv. Those that do so in the records as well are added at once.
+        """
         assert self._kv is not None, "begin() comes first"
-        for into, part, a, b, seen in _claims(
-            self._kv_written[chunk], batch, self._kv.geometry.batch, k0, k1
-        ):
-            to_dk, to_dv = self._kv.keys_values(chunk, a, b)
-            add_into(to_dk[into], dk[part, a - k0 : b - k0], seen)
-            add_into(to_dv[into], dv[part, a - k0 : b - k0], seen)
+        rows: list[tuple[int, int]] = []
+        for chunk, k0, k1 in keys:
+            row, count = self._kv.map.row(chunk, k0), k1 - k0
+            if rows and sum(rows[-1]) == row:
+                row, count = rows[-1][0], rows.pop()[1] + count
+            rows.append((row, count))
+        at = 0
+        for row, count in rows:
+            self._add_rows(batch, row, dk[:, at : at + count], dv[:, at : at + count])
+            at += count
+
+    def _add_rows(self, batch: int | None, row: int, dk: Tensor, dv: Tensor) -> None:
+        """Add dk, dv into packed rows from ``row`` on."""
+        assert self._kv is not None, "begin() comes first"
+        size, stop = self._kv.geometry.batch, row + dk.shape[1]
+        for into, part, a, b, seen in _claims(self._kv_written, batch, size, row, stop):
+            to_dk, to_dv = self._kv.packed_rows(a, b - a)
+            add_into(to_dk[into], dk[part, a - row : b - row], seen)
+            add_into(to_dv[into], dv[part, a - row : b - row], seen)
 
     def end(self) -> None:
         """Zero the tokens that no task of this step reached; padding rows stay undefined."""
         assert self._kv is not None, "begin() comes first"
         for chunk, start, stop in self._kv.map.tokens():
+            row = self._kv.map.row(chunk, start)
             for i in range(self._kv.geometry.batch):
-                for a, b in self._kv_written[chunk].gaps(i, start, stop):
-                    for sums in self._kv.keys_values(chunk, a, b):
+                for a, b in self._kv_written.gaps(i, row, row + stop - start):
+                    for sums in self._kv.packed_rows(a, b - a):
                         sums[i].zero_()
         self._kv = None
 

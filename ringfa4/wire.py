@@ -19,6 +19,7 @@ torch is imported; nothing here communicates or computes attention.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -105,6 +106,21 @@ class RecordMap:
                 spans[-1] = (spans[-1][0], spans[-1][1] + size)
             elif size:
                 spans.append((start, size))
+        return tuple(spans)
+
+    def inside(
+        self, ranges: Sequence[RecordRange], record_bytes: int
+    ) -> tuple[tuple[int, int], ...]:
+        """(byte offset in what is packed here, bytes) of ``ranges``, in order; adjacent ones are
+        joined.
+        """
+        spans: list[tuple[int, int]] = []
+        for r in ranges:
+            first, there = self.packed(r.chunk)
+            start, size = (first + r.start - there.start) * record_bytes, len(r) * record_bytes
+            if spans and sum(spans[-1]) == start:
+                start, size = spans[-1][0], spans.pop()[1] + size
+            spans.append((start, size))
         return tuple(spans)
 
 
