@@ -1,4 +1,4 @@
-"""The softmax warps: four for each tile, a thread for each row.
+"""The softmax warps: eight for each tile, two threads for each row, 64 keys of a record each.
 
 A record's logits come as S; with x = S c, c = |scale| log2 e, per block of 32 keys
 
@@ -7,15 +7,20 @@ A record's logits come as S; with x = S c, c = |scale| log2 e, per block of 32 k
 P is rounded to E4M3 and has the E8M0 scale E - 8 - reference: each block its own, at no cost, since
 the exponential needs an offset anyhow. ``reference`` is an integer, so E does not depend on it, and
 O and the sum are multiplied by powers of two when it moves: when a row's ceil(max x) exceeds it by
-more than LAG. A row without keys so far has the reference NOTHING.
+more than LAG. The two threads of a row meet in each record to agree on that; else they share
+nothing, not even the sum. A row without keys so far has the reference NOTHING.
 
 Some of the exponentials are polynomials on the FMA units, 2^a = 2^floor(a) (1 + f c1 + f^2 c2 +
-f^3 c3) with f = a - floor(a), a relative error of 8.6e-5, an eighth of a percent of what E4M3
-rounds. a is clamped at -127 by an FMA that saturates: y = (a + 127) / 256. Maxima propagate NaN,
-which that FMA does not: a row that sees one becomes NaN by its offset.
+f^3 c3) with f = a - floor(a), a relative error of 8.6e-5, 1/700 of half a unit of E4M3. a is
+clamped at -127 by an FMA that saturates: y = (a + 127) / 256. Maxima propagate NaN, which that FMA
+does not: a row that sees one becomes NaN by its offset.
 
 Exact zeros: a masked logit is -inf, and both ways its P is 0; so sum is 0 exactly for rows without
 keys.
+
+Order is what time is made of here: S is given back as soon as it is loaded, scales are stored and
+fenced before the exponentials, P is published block by block, and what is left to add up comes
+after each arrival. ptxas would mix these; see :func:`instructions.wall`.
 """
 
 from __future__ import annotations
@@ -37,6 +42,9 @@ from ringfa4.kernels.sm100.walk import Segment
 BLOCK = 32
 KEYS = 64
 """Of a record, for each of a row's two threads."""
+
+EARLY = 8
+"""Pairs of the first block that are begun while the partner's maximum comes, on SM103."""
 
 PAIRS = 1
 """The first of the named barriers at which the two warps of the same rows meet."""
@@ -126,30 +134,70 @@ def _record(
     Returns the row's reference and a pair of partial sums.
     """
     lane = ptx.lane()  # read again for each record, so that what follows from it holds no registers
-    tile, half, warp = where.tile, where.half, where.warp
-    c = block.exponent
-    source = where.tmem + (half * KEYS + S[0])
-    whole = segment is None
-    if cutlass.const_expr(not whole):
+    tile, barriers, c = where.tile, block.barriers, block.exponent
+    emulated, pairs = block.spec.emulated, range(BLOCK // 2)
+    logits, maxima = _loaded(block, where, segment, lane)
+    maxima = [_ceiling(x, c) for x in maxima]
+    floor = ptx.add_constant(reference, FLOOR)
+    tops = [ptx.maximum(x, floor) for x in maxima]
+    own = ptx.maximum(*maxima)
+    row = block.row(tile, where.warp * 32 + lane)
+    ptx.store_shared(row + TOP + where.half * 4, own)
+    barrier(barrier_id=PAIRS + tile * 4 + where.warp, number_of_threads=64)
+    other = ptx.load_shared_float(row + TOP + (where.half ^ 1) * 4)
+    early: list[Any] = []
+    if cutlass.const_expr(block.reduces):  # where there is time: before that, exponentials bind
+        early = _exponentials(logits, c, tops[0], emulated, pairs[:EARLY])
+    reference, sums = _moved(block, where, ptx.maximum(own, other), first, reference, sums)
+    codes = [_code(x, reference) for x in tops]
+    scales = ptx.low_bytes(codes)
+    if cutlass.const_expr(segment is not None):
+        masks = _masks(segment, where, ptx.lane())  # again, rather than hold it in registers
+        bad = [m & mark for m, mark in zip(masks, ptx.load_shared_pair(marks), strict=True)]
+        scales = scales | ptx.low_bytes([ptx.ones(x) for x in bad])  # NaN
+    atom = block.shared(block.at.p_scales, ATOM, tile)
+    ptx.store_shared_half(atom + lane * 16 + where.warp * 4 + where.half * 2, scales)
+    ptx.fence_proxy_async()
+    ptx.wall()
+    target = where.tmem + (where.half * (KEYS // 4) + S[0] + P)
+    for n, ready in ((0, barriers.p_ready), (1, barriers.p_rest)):
+        late = pairs[len(early) // 2 :]
+        values = early + _exponentials(logits[n * BLOCK :], c, tops[n], emulated, late)
+        early = []
+        ptx.tmem_store(target + 8 * n, [ptx.to_e4m3(values[m : m + 4]) for m in range(0, BLOCK, 4)])
+        ptx.tmem_wait_stores()
+        ptx.before_thread_sync()
+        sync_warp()
+        ptx.arrive_once(block.barrier(ready, tile), lane)
+        ptx.wall()  # what follows does not delay the arrival
+        sums = _added(values, codes[n], sums)
+    return reference, sums
+
+
+def _loaded(block: Block, where: Where, segment: Any, lane: Any) -> tuple[list[Any], list[Any]]:
+    """A row's logits, -inf where masked, and the maximum of each block; S may be overwritten."""
+    source = where.tmem + (where.half * KEYS + S[0])
+    maxima = None
+    if segment is not None:
         logits = _masked(source, _masks(segment, where, lane))
-    elif cutlass.const_expr(block.reduces):
-        logits, tops = ptx.tmem_load_reduced(source, KEYS, BLOCK)
+    elif block.reduces:
+        logits, maxima = ptx.tmem_load_reduced(source, KEYS, BLOCK)
     else:
         logits = ptx.tmem_load(source, KEYS)
     ptx.before_thread_sync()
     sync_warp()
-    ptx.arrive_once(block.barrier(block.barriers.s_loaded, tile), lane)
+    ptx.arrive_once(block.barrier(block.barriers.s_loaded, where.tile), lane)
     ptx.wall()
-    if cutlass.const_expr(not (whole and block.reduces)):
-        tops = [_largest(logits[n : n + BLOCK]) for n in range(0, KEYS, BLOCK)]
-    tops = [_ceiling(x, c) for x in tops]
-    own = ptx.maximum(*tops)
-    row = block.row(tile, warp * 32 + lane)
-    ptx.store_shared(row + TOP + half * 4, own)
-    floor = ptx.add_constant(reference, FLOOR)
-    tops = [ptx.maximum(x, floor) for x in tops]
-    barrier(barrier_id=PAIRS + tile * 4 + warp, number_of_threads=64)
-    top = ptx.maximum(own, ptx.load_shared_float(row + TOP + (half ^ 1) * 4))
+    if maxima is None:
+        maxima = [_largest(logits[n : n + BLOCK]) for n in range(0, KEYS, BLOCK)]
+    return logits, maxima
+
+
+@cute.jit
+def _moved(
+    block: Block, where: Where, top: Float32, first: Int32, reference: Float32, sums: Int64
+) -> tuple[Float32, Int64]:
+    """The reference and the sums against it, after ``top``: moved where that is LAG above."""
     moves = ptx.greater(top, ptx.add_constant(reference, LAG))
     if ptx.any_lane(moves) != 0:
         new = ptx.select(moves, top, reference)
@@ -159,28 +207,7 @@ def _record(
         reference = new
         if first == 0:
             columns = block.spec.dv // 2
-            _rescale(where.tmem + (OUT[0] + half * columns), factors, columns)
-    codes = [_code(x, reference) for x in tops]
-    scales = ptx.low_bytes(codes)
-    if cutlass.const_expr(not whole):
-        masks = _masks(segment, where, ptx.lane())  # again, rather than hold it in registers
-        bad = [m & mark for m, mark in zip(masks, ptx.load_shared_pair(marks), strict=True)]
-        scales = scales | ptx.low_bytes([ptx.ones(x) for x in bad])  # NaN
-    address = block.shared(block.at.p_scales, ATOM, tile) + lane * 16 + warp * 4 + half * 2
-    ptx.store_shared_half(address, scales)
-    ptx.fence_proxy_async()
-    ptx.wall()
-    target = where.tmem + (half * (KEYS // 4) + S[0] + P)
-    for n, kind in ((0, block.barriers.p_ready), (1, block.barriers.p_rest)):
-        values = _exponentials(logits[n * BLOCK : (n + 1) * BLOCK], c, tops[n], block.spec.emulated)
-        words = [ptx.to_e4m3(values[m : m + 4]) for m in range(0, BLOCK, 4)]
-        ptx.tmem_store(target + 8 * n, words)
-        ptx.tmem_wait_stores()
-        ptx.before_thread_sync()
-        sync_warp()
-        ptx.arrive_once(block.barrier(kind, tile), lane)
-        ptx.wall()  # what follows does not delay the arrival
-        sums = _added(values, codes[n], sums)
+            _rescale(where.tmem + (OUT[0] + where.half * columns), factors, columns)
     return reference, sums
 
 
@@ -246,12 +273,14 @@ def _rescale(output: Int32, factors: Int64, columns: cutlass.Constexpr) -> None:
         ptx.tmem_wait_stores()
 
 
-def _exponentials(logits: list[Any], c: Any, top: Any, emulated: int) -> list[Any]:
-    """2^(c x - top + 8), ``emulated`` of them, spread evenly, by polynomials."""
+def _exponentials(logits: list[Any], c: Any, top: Any, emulated: int, pairs: range) -> list[Any]:
+    """2^(c x - top + 8) of some pairs of a block, of all of which ``emulated``, spread evenly, are
+    polynomials.
+    """
     offset = ptx.fma_constants(top, -1.0, 8.0)
     cs, offsets = ptx.pair(c, c), ptx.pair(offset, offset)
     values: list[Any] = []
-    for n in range(BLOCK // 2):
+    for n in pairs:
         x = logits[2 * n : 2 * n + 2]
         if (n + 1) * emulated // BLOCK > n * emulated // BLOCK:
             small, shifted = ptx.scaled(c, 1 / 256), ptx.fma_constants(top, -1 / 256, 135 / 256)
