@@ -42,13 +42,8 @@ def in_order(places: Sequence[Place]) -> list[int]:
 
     def rank_key(i: int) -> tuple[object, ...]:
         p = places[i]
-        gpu = (
-            (0, 0, "")
-            if p.gpu is None
-            else (0, int(p.gpu), "")
-            if p.gpu.isdigit()
-            else (1, 0, p.gpu)
-        )
+        gpu = p.gpu or ""
+        gpu = gpu.zfill(9) if gpu.isdigit() else gpu  # an index, or a name
         return (first[p.domain], p.domain, *_address(p.address), p.node, gpu, p.pid)
 
     return sorted(range(len(places)), key=rank_key)
