@@ -165,6 +165,7 @@ class Forward:
                     load(block)
             else:
                 guard(block, (warp - 22) * 32 + lane)
+        cute.arch.sync_warp()  # lanes that were not elected wait for the one that was
         ptx.before_thread_sync()
         cute.arch.sync_threads()
         if warp == 20:
