@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ringfa4.errors import MissingLibraryError
 from ringfa4.kernels.interface import KernelSpec
-from ringfa4.kernels.native import NativeKernel, Rows, padded, window
+from ringfa4.kernels.native import NativeKernel, Rows, narrowed, padded, window
 from ringfa4.mask import Band
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -93,7 +93,7 @@ class Fa4Kernel(NativeKernel):
             out, lse, *_ = self._library._flash_attn_fwd(
                 q, k, v, softmax_scale=scale, return_lse=True, **_mask(box)
             )
-        return out[..., :given], lse
+        return narrowed(out, given), lse
 
     def differentiate(
         self, box: Band, scale: float, rows: Rows, k: Tensor, v: Tensor
@@ -115,7 +115,7 @@ class Fa4Kernel(NativeKernel):
                 deterministic=self.deterministic,
                 **_mask(box),
             )
-        return grad_q[..., : given[0]], grad_k[..., : given[0]], grad_v[..., : given[1]]
+        return narrowed(grad_q, given[0]), narrowed(grad_k, given[0]), narrowed(grad_v, given[1])
 
 
 class NondeterministicFa4Kernel(Fa4Kernel):

@@ -107,9 +107,12 @@ class NativeBackward(Queries):
                 fill_rows(x, bad, 0.0 if quiet else torch.nan)
             self._quiet = quiet
         lse, dlse = self._silent if quiet else self._loud
-        q, out, dout = (x[batch, rows] for x, _ in self._copies)
-        dlse = None if dlse is None else dlse[batch, :, rows].contiguous()
-        return Rows(q, out, dout, lse[batch, :, rows].contiguous(), dlse)
+        q, out, dout = (x for x, _ in self._copies)
+        if batch != slice(None) or rows != slice(0, q.shape[1]):
+            q, out, dout = (x[batch, rows] for x in (q, out, dout))
+            lse = lse[batch, :, rows]
+            dlse = None if dlse is None else dlse[batch, :, rows]
+        return Rows(q, out, dout, lse.contiguous(), None if dlse is None else dlse.contiguous())
 
 
 @dataclass(frozen=True)
@@ -133,9 +136,8 @@ class Call:
 
     def queries(self, x: Tensor) -> Tensor:
         """Its rows of a local tensor (b, s, h, d)."""
-        if self.row is None and (self.rows.start, self.rows.stop) == (0, x.shape[1]):
-            return x
-        return x[self.batch, self.rows]
+        whole = self.row is None and self.rows == slice(0, x.shape[1])
+        return x if whole else x[self.batch, self.rows]
 
     def part(self, piece: Band) -> Call:
         """What a band inside the box needs."""
@@ -291,7 +293,7 @@ class NativeKernel(BlockKernel):
             else:
                 out, lse = self.attend(call.box, scale, q, aligned(k), aligned(v))
             # Every row sees a key, so an infinite lse is what the library makes of NaN.
-            lse = torch.nan_to_num(lse, nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
+            torch.nan_to_num_(lse, nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
             state.merge(call.row, call.rows, out, lse)
 
     def backward(
@@ -449,10 +451,16 @@ def window(box: Band) -> tuple[int | None, int | None]:
 
 def aligned(x: Tensor) -> Tensor:
     """``x`` if its rows can be read 16 bytes at a time, else a contiguous copy."""
-    step = 16 // x.element_size()
     *outer, last = x.stride()
-    fits = last == 1 and not any(s % step for s in outer)
-    return x if fits and x.data_ptr() % 16 == 0 else x.contiguous()
+    bits = x.data_ptr()
+    for stride in outer:
+        bits |= stride * x.itemsize  # of a power of two all are multiples, or a low bit is set
+    return x if last == 1 and not bits % 16 else x.contiguous()
+
+
+def narrowed(x: Tensor, width: int) -> Tensor:
+    """(..., width) of what was :func:`padded`."""
+    return x if x.shape[-1] == width else x[..., :width]
 
 
 def padded(x: Tensor, width: int) -> Tensor:

@@ -183,9 +183,9 @@ class PlainShard(EncodedShard):
 
     @cached_property
     def _flat(self) -> Tensor:
-        g = self.geometry
-        size = self.map.records * RECORD * g.batch * g.heads_kv * (g.dk + g.dv)
-        return self.buffer[: size * g.dtype.itemsize].view(g.dtype)
+        g, buffer = self.geometry, self.buffer
+        size = self.map.records * RECORD * g.batch * g.heads_kv * (g.dk + g.dv) * g.dtype.itemsize
+        return (buffer if buffer.numel() == size else buffer[:size]).view(g.dtype)
 
     def keys_values(self, chunk: int, k0: int, k1: int) -> tuple[Tensor, Tensor]:
         return self.packed_rows(self.map.row(chunk, k0), k1 - k0)
