@@ -328,7 +328,8 @@ class Grads:
         for into, part, a, b, seen in _claims(
             self._dq_written, batch, self.dq.shape[0], rows.start, rows.stop
         ):
-            add_into(self.dq[into, a:b], dq[part, a - rows.start : b - rows.start], seen)
+            new = _part(dq, part, a - rows.start, b - rows.start)
+            add_into(_part(self.dq, into, a, b), new, seen)
 
     def add_dkv(
         self, batch: int | None, chunk: int, k0: int, k1: int, dk: Tensor, dv: Tensor
@@ -349,9 +350,10 @@ class Grads:
             if rows and sum(rows[-1]) == row:
                 row, count = rows[-1][0], rows.pop()[1] + count
             rows.append((row, count))
-        at = 0
+        at, every = 0, slice(0, dk.shape[0])
         for row, count in rows:
-            self._add_rows(batch, row, dk[:, at : at + count], dv[:, at : at + count])
+            new = (_part(x, every, at, at + count) for x in (dk, dv))
+            self._add_rows(batch, row, *new)
             at += count
 
     def _add_rows(self, batch: int | None, row: int, dk: Tensor, dv: Tensor) -> None:
@@ -359,9 +361,8 @@ class Grads:
         assert self._kv is not None, "begin() comes first"
         size, stop = self._kv.geometry.batch, row + dk.shape[1]
         for into, part, a, b, seen in _claims(self._kv_written, batch, size, row, stop):
-            to_dk, to_dv = self._kv.packed_rows(a, b - a)
-            add_into(to_dk[into], dk[part, a - row : b - row], seen)
-            add_into(to_dv[into], dv[part, a - row : b - row], seen)
+            for sums, new in zip(self._kv.packed_rows(a, b - a), (dk, dv), strict=True):
+                add_into(_part(sums, into, 0, b - a), _part(new, part, a - row, b - row), seen)
 
     def end(self) -> None:
         """Zero the tokens that no task of this step reached; padding rows stay undefined."""
@@ -380,6 +381,12 @@ class Grads:
             for a, b in self._dq_written.gaps(i, 0, self.dq.shape[1]):
                 self.dq[i, a:b] = 0
         return self.dq
+
+
+def _part(x: Tensor, batch: slice, start: int, stop: int) -> Tensor:
+    """Some rows of x (b, n, h, d). All of them are x itself: a slice costs the host 2 us."""
+    whole = (batch.start, batch.stop, start, stop) == (0, x.shape[0], 0, x.shape[1])
+    return x if whole else x[batch, start:stop]
 
 
 def add_into(into: Tensor, value: Tensor, seen: bool = True) -> None:
