@@ -170,7 +170,7 @@ class MxShard(EncodedShard):
     def __init__(self, wire: str, layout: RecordLayout, map: RecordMap, buffer: Tensor) -> None:
         super().__init__(wire, layout.geometry, map, buffer)
         self.layout = layout
-        self._decoded: dict[tuple[Operand, int, torch.dtype], Tensor] = {}
+        self._decoded: dict[tuple[Operand, torch.dtype], Tensor] = {}
 
     @property
     def records(self) -> Tensor:
@@ -190,17 +190,16 @@ class MxShard(EncodedShard):
         """De-quantised tokens [k0, k1) of ``chunk``, (b, k1 - k0, heads_kv, d), as contracted over
         ``along``.
 
-        None: the first there is. A chunk is decoded whole, once, and kept as long as this object.
+        None: the first there is. All records are decoded at once, and kept as long as this object:
+        chunks that lie beside each other do so decoded.
         """
         operand = self.layout.operand(which, along)
-        first, here = self.map.packed(chunk)
-        start = here.start * RECORD
-        assert start <= k0 <= k1 <= here.stop * RECORD, (chunk, k0, k1, here)
-        key = operand, chunk, dtype
+        start, stop = self.map.row(chunk, k0), self.map.row(chunk, k1)
+        assert start <= stop, (chunk, k0, k1)
+        key = operand, dtype
         if key not in self._decoded:
-            records = self.records[first : first + len(here)]
-            self._decoded[key] = self._decode(operand, records, dtype)
-        return self._decoded[key][:, :, k0 - start : k1 - start].transpose(1, 2)
+            self._decoded[key] = self._decode(operand, self.records, dtype)
+        return self._decoded[key][:, :, start:stop].transpose(1, 2)
 
     def _decode(self, operand: Operand, records: Tensor, dtype: torch.dtype) -> Tensor:
         """(b, heads_kv, 128 * records, d), contiguous."""
