@@ -6,6 +6,7 @@ habits, NaN leaking through masked pairs and an lse of -inf for rows whose logit
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,10 +14,11 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kernel_contract import KernelContract, shard
+from kernel_contract import Case, KernelContract, shard
 from torch import Tensor
 
 from ringfa4 import mask as masks
+from ringfa4.kernels import native
 from ringfa4.kernels.cuda_aten import CudaAtenKernel
 from ringfa4.kernels.interface import BlockKernel, KernelSpec
 from ringfa4.kernels.native import (
@@ -29,7 +31,11 @@ from ringfa4.kernels.native import (
     window,
 )
 from ringfa4.mask import Band, Mask
+from ringfa4.plan import Task
 from ringfa4.shard import Shard
+from ringfa4.wire import RecordMap, wire_format
+
+Passes = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def allowed(box: Band) -> Tensor:
@@ -339,3 +345,61 @@ def test_what_is_joined_and_what_not():
     assert both is not None and both.box == Band(0, 8, 0, 8, None, 0)
     others = call(slice(4, 8), Band(0, 4, 0, 8, None, 4), (2, 0, 4), (1, 0, 4))
     assert _joined(square, others) is None, "other keys"
+
+
+def passes(kernel: NativeKernel, case: Case, tasks: tuple[Task, ...], map: RecordMap) -> Passes:
+    """out, lse, dq, dk, dv of one step, on the case's records in new memory."""
+    records = case.encoded()
+    records = wire_format(None, case.k.dtype).view(case.geometry, map, records.buffer, "forward")
+    state, grads = case.state(), case.grads()
+    kernel.forward(kernel.prepare(case.q, case.q_shard), records, tasks, case.scale, state)
+    out, lse = state.finalise(case.q.dtype)
+    queries = kernel.prepare_backward(case.q, case.q_shard, out, case.dout, lse, case.dlse)
+    kernel.backward(queries, records, tasks, case.scale, grads.sums)
+    grads.sums.end()
+    return out, lse, grads.sums.finish(), *grads.dkv()
+
+
+class TestRemembered:
+    """A kernel remembers the calls of a step, never what they were made on."""
+
+    def cases(self, mask: Mask, own: Shard, batch: int) -> tuple[Case, Case]:
+        """Two of one shape with other values."""
+        case = replace(TestNative().case(mask, batch=batch), q_shard=own, k_shard=own)
+        other = [x.flip(1) for x in (case.q, case.k, case.v, case.dout)]
+        return case, replace(case, q=other[0], k=other[1], v=other[2], dout=other[3])
+
+    @pytest.mark.parametrize("batch", [1, 2])
+    @pytest.mark.parametrize("lengths", [(128, 128), (100, 156)], ids=str)
+    @pytest.mark.parametrize("library", [Library, Halves, Small])
+    def test_a_step_that_comes_round_again(
+        self, library: type[NativeKernel], lengths: tuple[int, ...], batch: int
+    ) -> None:
+        total = sum(lengths)
+        masks_ = (masks.causal(total), masks.full(total), masks.documents([0, 50, total]))
+        own, kernel = shard(*lengths), library()
+        where = RecordMap.whole(own)
+        for mask in masks_:  # the same records and queries, other tasks
+            first, second = self.cases(mask, own, batch)
+            tasks = tuple(first.tasks)
+            for case in (first, second, first):
+                got = passes(kernel, case, tasks, where)
+                for x, fresh in zip(got, passes(library(), case, tasks, where), strict=True):
+                    assert torch.equal(x, fresh)
+
+    def test_no_records_are_kept_and_few_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(native, "MOST_OUTLINES", 3)
+        kernel, own, made = Library(), shard(128, 128), []
+        case, _ = self.cases(masks.causal(256), own, 1)
+        queries, where = kernel.prepare(case.q, own), RecordMap.whole(own)
+        for _ in range(5):
+            records = case.encoded()
+            made.append(weakref.ref(records))
+            view = wire_format(None, case.k.dtype).view(
+                case.geometry, where, records.buffer, "forward"
+            )
+            made.append(weakref.ref(view))
+            kernel.forward(queries, view, tuple(case.tasks), case.scale, case.state())
+            del records, view
+        assert len(kernel._outlines._found) == 3
+        assert all(ref() is None for ref in made)
