@@ -282,3 +282,38 @@ def test_gradients_are_sums(calls: list[tuple[int | None, list[int]]]) -> None:
         assert torch.equal(got, want)
     for got in view.keys_values(0, 0, 5):
         assert torch.equal(got, torch.zeros_like(got))
+
+
+def test_ranges_added_at_once_are_those_added_one_by_one() -> None:
+    """Chunks that follow one another in the records, apart, and from the middle of one on."""
+    for lengths, start in (((128, 128, 40), 0), ((128, 60, 40), 0), ((256, 128), 100)):
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        own = Shard(tuple(Chunk(a, n) for a, n in zip(starts, lengths, strict=True)))
+        keys = [(c, start if c == 0 else 0, n) for c, n in enumerate(lengths)]
+        total = sum(k1 - k0 for _, k0, k1 in keys)
+        generator = torch.Generator().manual_seed(0)
+        dk, dv = (torch.randn(B, total, 1, d, generator=generator) for d in (3, 2))
+        wire, whole = gradient_wire(torch.float32), RecordMap.whole(own)
+        geometry = Geometry(B, 1, 3, 2, torch.float32)
+        got = []
+        for at_once in (True, False):
+            buffer = torch.zeros(whole.records * wire.record_bytes(geometry, "backward")).byte()
+            grads = Grads(B, 8, H, D, device=CPU)
+            grads.begin(geometry, whole, buffer)
+            for batch in (None, 1):  # assigned, then added to in one batch row
+                rows = slice(None) if batch is None else slice(1, 2)
+                if at_once:
+                    grads.add_dkv_of(batch, keys, dk[rows], dv[rows])
+                    continue
+                at = 0
+                for chunk, k0, k1 in keys:
+                    here = slice(at, at + k1 - k0)
+                    grads.add_dkv(batch, chunk, k0, k1, dk[rows, here], dv[rows, here])
+                    at += k1 - k0
+            grads.end()
+            view = wire.view(geometry, whole, buffer, "backward")
+            got.append([x for c, n in enumerate(lengths) for x in view.keys_values(c, 0, n)])
+        for a, b in zip(*got, strict=True):
+            assert torch.equal(a, b)
+        assert torch.equal(got[0][0][0, start:], dk[0, : lengths[0] - start])
+        assert torch.equal(got[0][0][1, start:], 2 * dk[1, : lengths[0] - start])
