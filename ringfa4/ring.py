@@ -225,15 +225,16 @@ def backward(
                 grads.end()
             home.after(step)
         home.end()
-        exchange.finish()
         with observer.span("finish", 0):
-            sums = dsink = None
-            if sink is not None or mu is not None:
-                delta = row_delta(out, dout, dlse)
-                sums = row_sums(delta, lse, dlse, sink)
-                dsink = None if sink is None else _sink_gradient(ring, sink, lse, delta)
+            delta = None if sink is None and mu is None else row_delta(out, dout, dlse)
+            sums = None if delta is None else row_sums(delta, lse, dlse, sink)
             dq = ring.precondition.query_gradient(grads.finish(), mu, sums, scale).to(q.dtype)
             dk, dv = home.own.tensors(k.dtype)
+        exchange.finish()
+        dsink = None
+        if sink is not None and delta is not None:
+            with observer.span("finish", 0):
+                dsink = _sink_gradient(ring, sink, lse, delta)
     return dq, dk, dv, dsink
 
 
