@@ -16,7 +16,9 @@ Inside a call one rank's host works at a time, until it has to wait. They could 
 anyway, for they share Python's lock; but every operator of torch lets go of that lock, and getting
 it back from seven others each time cost more than the work (H200, 128K tokens, forward pass of 8
 ranks: 234 ms side by side, 104 ms in turn). The turn passes from a rank to the next one up that
-waits for it: it reads that rank's records first, which are published by then, and can go on.
+waits for it: it reads that rank's records first, which are published by then, and can go on. Who
+waits for a peer's event is given the turn when the event is there, not before: nobody is woken only
+to ask for the turn, or wakes while another rank works and takes Python's lock from it.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ TURN_POLL_S = 0.05
 
 
 class _Turn:
-    """Held by one rank at a time; given up, it passes to the next higher rank that waits, in a
-    circle.
+    """Held by one rank at a time; given up, it passes to the next higher rank that waits and is
+    ready to go on, in a circle.
     """
 
     def __init__(self, world: int) -> None:
@@ -52,15 +54,18 @@ class _Turn:
         """When the holder got it, on the clock of time.monotonic."""
         self._world = world
         self._changes = threading.Lock()
-        self._waiting: dict[int, threading.Event] = {}
+        self._waiting: dict[int, tuple[threading.Event, Callable[[], bool]]] = {}
 
-    def take(self, rank: int, timeout_s: float) -> bool:
-        """Whether ``rank`` has it within ``timeout_s``; if not, it does not wait for it either."""
+    def take(self, rank: int, timeout_s: float, ready: Callable[[], bool] = lambda: True) -> bool:
+        """Whether ``rank`` has it within ``timeout_s``, with ``ready`` true; if not, it does not
+        wait for it either.
+        """
         with self._changes:
-            if self.holder is None:
+            if self.holder is None and ready():
                 self._pass_to(rank)
                 return True
-            given = self._waiting[rank] = threading.Event()
+            given = threading.Event()
+            self._waiting[rank] = given, ready
         given.wait(timeout_s)
         with self._changes:
             self._waiting.pop(rank, None)
@@ -69,14 +74,24 @@ class _Turn:
     def give_up(self, rank: int) -> None:
         """Nothing when another rank has it, or none."""
         with self._changes:
-            if self.holder != rank:
-                return
-            self.holder = None
-            if self._waiting:
-                following = min(self._waiting, key=lambda r: (r - rank) % self._world)
-                given = self._waiting.pop(following)
-                self._pass_to(following)
+            if self.holder == rank:
+                self.holder = None
+                self._offer(rank)
+
+    def changed(self, rank: int) -> None:
+        """``rank`` did what another may have waited for."""
+        with self._changes:
+            if self.holder is None:
+                self._offer(rank)
+
+    def _offer(self, after: int) -> None:
+        for rank in sorted(self._waiting, key=lambda r: (r - after) % self._world):
+            given, ready = self._waiting[rank]
+            if ready():
+                del self._waiting[rank]
+                self._pass_to(rank)
                 given.set()
+                return
 
     def _pass_to(self, rank: int) -> None:
         self.holder, self.since = rank, time.monotonic()
@@ -89,8 +104,7 @@ class SharedSpace:
         self.world = world
         ranks = range(world.world)
         self.flags: list[dict[tuple[Flag, int], tuple[int, Mark]]] = [{} for _ in ranks]
-        """Of each rank: (flag, peer) -> value and when it was set; guarded by that rank's
-        condition."""
+        """Of each rank: (flag, peer) -> value and when it was set; only that peer writes it."""
         self.pieces: list[list[Tensor | None]] = [[] for _ in ranks]
         """Of each rank: what it allocated, in order; None once it is freed."""
         self.turn = _Turn(world.world)
@@ -136,67 +150,63 @@ class EventSignals(Signals):
 
     def begin(self) -> None:
         """PeerError when the rank whose turn it is keeps it for too long, or a rank failed."""
+        self._take_turn(lambda: True, self._kept)
+
+    def _take_turn(
+        self,
+        ready: Callable[[], bool],
+        late: Callable[[], PeerError],
+        step: int | None = None,
+    ) -> None:
+        """Wait for the turn and ``ready``; raises ``late()`` when that takes too long."""
         turn, world = self._space.turn, self._space.world
         deadline = time.monotonic() + world.timeout_s
-        while not turn.take(self._rank, TURN_POLL_S):
+        while True:
             if self._reason is not None:
                 raise ContextBrokenError(self._reason)
-            failed, holder = world.failure(besides=self._rank), turn.holder
-            if failed is not None:
-                raise PeerError(failed[1], rank=failed[0])
+            if turn.take(self._rank, TURN_POLL_S, ready):
+                return
+            if (failed := world.failure(besides=self._rank)) is not None:
+                raise PeerError(failed[1], rank=failed[0], step=step)
             if time.monotonic() > deadline:
-                raise self._kept(holder)
+                raise late()
 
     def end(self) -> None:
         self._space.turn.give_up(self._rank)
 
-    def _kept(self, holder: int | None) -> PeerError:
-        return PeerError(f"no turn given up within {self._space.world.timeout_s:g} s", rank=holder)
+    def _kept(self) -> PeerError:
+        patience, holder = self._space.world.timeout_s, self._space.turn.holder
+        return PeerError(f"no turn given up within {patience:g} s", rank=holder)
 
     def set(self, lane: Lane, flag: Flag, peers: Sequence[int], value: int) -> None:
         mark = lane.record()
         for peer in peers:
-            changed = self._space.world.ranks[peer].changed
-            with changed:
-                self._space.flags[peer][flag, self._rank] = (value, mark)
-                changed.notify_all()
+            self._space.flags[peer][flag, self._rank] = (value, mark)
+        self._space.turn.changed(self._rank)
 
     def wait(
         self, lane: Lane, flag: Flag, peers: Sequence[int], value: int, what: str, step: int | None
     ) -> None:
-        flags, world = self._space.flags[self._rank], self._space.world
+        flags = self._space.flags[self._rank]
 
         def there(peer: int) -> bool:
             return (flag, peer) in flags and flags[flag, peer][0] >= value
 
         for peer in peers:
             if not there(peer):
-                had_turn = self._space.turn.holder == self._rank
                 self.end()
-                try:
-                    world.wait(
-                        self._rank,
-                        self._rank,
-                        functools.partial(lambda peer, _: there(peer), peer),
-                        what,
-                        late=peer,
-                        step=step,
-                        broken=lambda: self._reason,
-                    )
-                except PeerError as error:
-                    self._blame_who_keeps_the_turn(error, peer)
-                    raise
-                if had_turn:
-                    self.begin()
+                is_there = functools.partial(there, peer)
+                late = functools.partial(self._late, peer, is_there, what, step)
+                self._take_turn(is_there, late, step)
             lane.after(flags[flag, peer][1])
 
-    def _blame_who_keeps_the_turn(self, error: PeerError, peer: int) -> None:
-        """A peer that is late for want of its turn is not the one that is late."""
+    def _late(self, peer: int, there: Callable[[], bool], what: str, step: int | None) -> PeerError:
+        """Who is late: ``peer``, unless it or this rank is for want of the turn."""
         turn, patience = self._space.turn, self._space.world.timeout_s
-        holder = turn.holder
         kept = time.monotonic() - turn.since >= patience / 2
-        if error.rank == peer and kept and holder not in (None, peer, self._rank):
-            raise self._kept(holder) from error
+        if there() or (kept and turn.holder not in (None, peer, self._rank)):
+            return self._kept()
+        return PeerError(f"no {what} within {patience:g} s", rank=peer, step=step)
 
     def release(self) -> None:
         self._reason = "the transport was aborted"
