@@ -18,6 +18,7 @@ from fake_streams import event_transport, word_transport
 from rings import Case, run
 from test_transports import InThreads
 
+from ringfa4.comm.cuda_local import _Turn
 from ringfa4.comm.interface import Control, Transport
 from ringfa4.comm.lanes import Flag
 from ringfa4.comm.local import LocalTransport, run_ranks
@@ -182,3 +183,28 @@ def test_each_flag_is_needed(forgotten: Flag, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(PullTransport, "wait", careless)
     with pytest.raises(AssertionError):
         runner(word_transport, 0.01)(len(plans), calls, 20.0)
+
+
+def test_the_turn_passes_over_who_is_not_ready() -> None:
+    turn, events, order = _Turn(3), set[int](), list[int]()
+
+    def rank(number: int) -> None:
+        while not turn.take(number, 5.0, lambda: number in events):
+            pass
+        order.append(number)
+        turn.give_up(number)
+
+    assert turn.take(0, 0.0)
+    threads = [threading.Thread(target=rank, args=(number,)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    while len(turn._waiting) < 2:
+        time.sleep(0.001)
+    events.add(2)
+    turn.give_up(0)  # to 2, though 1 is the next
+    threads[1].join(5.0)
+    assert (order, turn.holder) == ([2], None)
+    events.add(1)
+    turn.changed(0)  # nobody has it, and 1 sleeps
+    threads[0].join(1.0)
+    assert (order, turn.holder) == ([2, 1], None)
