@@ -3,6 +3,7 @@ pool process."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -121,12 +122,18 @@ def killed(culprit: int, where: str) -> float:
 
 
 def left_thread_after(body: str, timeout_s: float, kwargs: dict[str, Any]) -> list[str]:
-    """Threads of links still alive a moment after a failure."""
-    try:
+    """Threads of this body's links that are alive 2 s after its failure."""
+    before = set(threading.enumerate())  # earlier bodies' links, on other groups, may still be open
+
+    def left() -> list[str]:
+        return [t.name for t in threading.enumerate() if "link" in t.name and t not in before]
+
+    with contextlib.suppress(Exception):
         run_body(body, timeout_s, kwargs)
-    except Exception:
-        time.sleep(0.2)
-    return [t.name for t in threading.enumerate() if "link" in t.name]
+    deadline = time.monotonic() + 2.0
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left()
 
 
 def missing_at_start(timeout_s: float, culprit: int) -> str:
