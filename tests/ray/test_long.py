@@ -192,7 +192,7 @@ def test_the_command_checks_and_leaves_nothing(folder: Path) -> None:
 
 
 def test_a_rank_killed_from_outside_and_a_retry(folder: Path) -> None:
-    started = command(folder, "--seq", "32K", "--heads", "4", "--check", "--retries", "1")
+    started = command(folder, "--seq", "64K", "--heads", "4", "--check", "--retries", "1")
     os.kill(running(started, folder)[-1], signal.SIGKILL)
     said, errors = started.communicate(timeout=200)
     assert started.returncode == 0, errors
