@@ -60,11 +60,11 @@ from ringfa4.launch.bench_runs import (
 from ringfa4.launch.chrome_trace import document
 from ringfa4.launch.clocks import CLOCKS, Cost
 from ringfa4.launch.console import Console
-from ringfa4.launch.options import DTYPES, SHARDINGS, Parser, typed
+from ringfa4.launch.options import DTYPES, SHARDINGS, Parser, require_folders, typed
 from ringfa4.launch.peers import Alone, Peers
 from ringfa4.launch.sizes import parse_size, parse_sizes, size_text
 from ringfa4.launch.workload import DTYPES as TORCH_DTYPES
-from ringfa4.launch.world import environment, exit_code, one_rank, require_folders, virtual
+from ringfa4.launch.world import environment, exit_code, one_rank, virtual
 from ringfa4.wire import Direction
 
 

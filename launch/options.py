@@ -8,10 +8,14 @@ values fit together as an attention problem is for :mod:`ringfa4.launch.workload
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import NoReturn
 
+from ringfa4.errors import RingError
 from ringfa4.launch.sizes import parse_size, parse_sizes
 
 MASKS = ("causal", "full", "window", "documents", "prefix", "chunked")
@@ -234,3 +238,32 @@ def options_of(parser: Parser, values: argparse.Namespace) -> Options:
     if not values.timeout > 0:
         parser.error(f"--timeout {values.timeout} must be positive")
     return Options(**{field.name: getattr(values, field.name) for field in fields(Options)})
+
+
+def require_folders(**paths: str | None) -> None:
+    """ValueError for an option whose file could not be written: better now than after the run."""
+    for option, path in paths.items():
+        if path is not None and not Path(path).parent.is_dir():
+            raise ValueError(f"--{option} {path}: there is no folder {str(Path(path).parent)!r}")
+
+
+def exit_code_of_plan_tool(
+    program: str,
+    parser: Parser,
+    show: Callable[[argparse.Namespace, str], None],
+    argv: Sequence[str] | None,
+) -> int:
+    """0 done, 1 refused, 2 usage: for programs of one process, without torch, that ``show`` what
+    their options and mask describe. ``argv`` None is the command line.
+    """
+    try:
+        options = parser.parse_args(argv)
+        options.mask = mask_name(parser, options)
+        show(options, shlex.join(sys.argv[1:] if argv is None else argv))
+    except UsageError as error:
+        print(f"{error.usage}{program}: error: {error}", file=sys.stderr)
+        return 2
+    except (ValueError, OSError, RingError) as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -26,14 +26,14 @@ import torch
 from ringfa4.errors import MissingLibraryError
 from ringfa4.launch import table
 from ringfa4.launch.console import Console
-from ringfa4.launch.options import Options, options_of, ring_parser, typed
+from ringfa4.launch.options import Options, options_of, require_folders, ring_parser, typed
 from ringfa4.launch.ray_job import job
 from ringfa4.launch.ray_outcomes import RankFailed
 from ringfa4.launch.ray_places import even_domains
 from ringfa4.launch.ring import conclude, stream_for_people
 from ringfa4.launch.runs import Report
 from ringfa4.launch.workload import build
-from ringfa4.launch.world import exit_code, require_folders
+from ringfa4.launch.world import exit_code
 
 if TYPE_CHECKING:
     from ringfa4.launch.ray_cluster import Ring

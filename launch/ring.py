@@ -20,11 +20,11 @@ from typing import TextIO
 from ringfa4.context import Context
 from ringfa4.launch import table
 from ringfa4.launch.console import Console
-from ringfa4.launch.options import Options, parse_options
+from ringfa4.launch.options import Options, parse_options, require_folders
 from ringfa4.launch.peers import Peers
 from ringfa4.launch.runs import Report, run_rank
 from ringfa4.launch.workload import Workload, build, choose_device
-from ringfa4.launch.world import environment, exit_code, one_rank, require_folders, virtual
+from ringfa4.launch.world import environment, exit_code, one_rank, virtual
 
 
 def main(argv: Sequence[str] | None = None) -> int:

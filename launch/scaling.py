@@ -32,7 +32,7 @@ import torch
 from ringfa4.comm.registry import TRANSPORTS
 from ringfa4.launch.chrome_trace import Part, document
 from ringfa4.launch.console import Console
-from ringfa4.launch.options import DTYPES, Parser, typed
+from ringfa4.launch.options import DTYPES, Parser, require_folders, typed
 from ringfa4.launch.scaling_journal import Journal
 from ringfa4.launch.scaling_rivals import RIVALS
 from ringfa4.launch.scaling_rows import Grid, Problem, Row, selected
@@ -40,7 +40,7 @@ from ringfa4.launch.scaling_runs import FLOPS_ASSUMED, Bench, Measured, measure
 from ringfa4.launch.scaling_table import table
 from ringfa4.launch.sizes import parse_size
 from ringfa4.launch.workload import DTYPES as TORCH_DTYPES
-from ringfa4.launch.world import environment, exit_code, one_rank, require_folders
+from ringfa4.launch.world import environment, exit_code, one_rank
 
 PROBLEMS = {
     "cuda": "256K/16:16/causal,1M/8:8/causal,256K/64:8/causal,64K/16:16/causal,64K/64:8/causal,"

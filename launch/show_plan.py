@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ringfa4.errors import RingError
 from ringfa4.launch import plan_picture
 from ringfa4.launch.console import Console
 from ringfa4.launch.masks import build_mask, document_starts
 from ringfa4.launch.options import (
     SHARDINGS,
     Parser,
-    UsageError,
     add_domains_option,
     add_mask_options,
-    mask_name,
+    exit_code_of_plan_tool,
+    require_folders,
     typed,
 )
 from ringfa4.launch.plan_numbers import WIRES, Numbers, Shape
@@ -86,26 +84,13 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code; ``argv`` None is the command line."""
-    made = parser()
-    try:
-        options = made.parse_args(argv)
-        options.mask = mask_name(made, options)
-        show(options, shlex.join(sys.argv[1:] if argv is None else argv))
-    except UsageError as error:
-        print(f"{error.usage}show_plan.py: error: {error}", file=sys.stderr)
-        return 2
-    except (ValueError, OSError, RingError) as error:
-        print(f"show_plan.py: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_code_of_plan_tool("show_plan.py", parser(), show, argv)
 
 
 def show(options: argparse.Namespace, command: str) -> None:
     """Print the plan that ``options`` describe, and write what files they name."""
     console = Console(sys.stderr if options.json == "-" else sys.stdout, speaks=True)
-    for option, path in (("--png", options.png), ("--json", options.json)):
-        if path is not None and not Path(path).parent.is_dir():
-            raise ValueError(f"{option} {path}: there is no folder {str(Path(path).parent)!r}")
+    require_folders(png=options.png, json=options.json)
     numbers = build(options, _progress(console, options.ranks))
     if options.rank is not None and options.rank >= numbers.world:
         raise ValueError(f"--rank {options.rank} is not within 0..{numbers.world - 1}")

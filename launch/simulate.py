@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,16 +21,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ringfa4.errors import RingError
 from ringfa4.launch import simulate_picture
 from ringfa4.launch.console import Console
 from ringfa4.launch.masks import build_mask
 from ringfa4.launch.options import (
     SHARDINGS,
     Parser,
-    UsageError,
     add_mask_options,
-    mask_name,
+    exit_code_of_plan_tool,
+    require_folders,
     typed,
 )
 from ringfa4.launch.plan_numbers import MX_WIRES, Numbers, Shape
@@ -131,27 +129,13 @@ def _rate(text: str) -> tuple[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code; ``argv`` None is the command line."""
-    made = parser()
-    try:
-        options = made.parse_args(argv)
-        options.mask = mask_name(made, options)
-        show(options, shlex.join(sys.argv[1:] if argv is None else argv))
-    except UsageError as error:
-        print(f"{error.usage}simulate.py: error: {error}", file=sys.stderr)
-        return 2
-    except (ValueError, OSError, RingError) as error:
-        print(f"simulate.py: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_code_of_plan_tool("simulate.py", parser(), show, argv)
 
 
 def show(options: argparse.Namespace, command: str) -> None:
     """Simulate what ``options`` describe, print it, and write what files they name."""
     console = Console(sys.stderr if options.json == "-" else sys.stdout, speaks=True)
-    for option in ("png", "json", "trace"):
-        path = getattr(options, option)
-        if path is not None and not Path(path).parent.is_dir():
-            raise ValueError(f"--{option} {path}: there is no folder {str(Path(path).parent)!r}")
+    require_folders(png=options.png, json=options.json, trace=options.trace)
     machine = _machine(options)
     shape = _shape(options)
     cases = _cases(options)

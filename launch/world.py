@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -99,13 +98,6 @@ def exit_code(program: str, run: Callable[[], bool]) -> int:
         print(f"{program}: rank {rank}: {error}", file=sys.stderr, flush=True)
         return 1
     return 0 if passed else 1
-
-
-def require_folders(**paths: str | None) -> None:
-    """ValueError for an option whose file could not be written: better now than after the run."""
-    for option, path in paths.items():
-        if path is not None and not Path(path).parent.is_dir():
-            raise ValueError(f"--{option} {path}: there is no folder {str(Path(path).parent)!r}")
 
 
 def _complain(rank: int, message: str) -> None:
