@@ -38,7 +38,9 @@ def test_extras_are_the_documented_ones() -> None:
 
 def test_everything_development_installs_is_pinned() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
-    wanted = [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["plot"], *extras["ray"]]
+    wanted = list(PROJECT["project"]["dependencies"])
+    for extra in ("dev", "plot", "ray", "cuda"):
+        wanted += extras[extra]
     assert [r for r in wanted if _name(r) not in _pins()] == []
 
 
@@ -76,7 +78,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     places = PROJECT["tool"]["setuptools"]["package-dir"]
-    expected = {"ringfa4/py.typed"}
+    data = PROJECT["tool"]["setuptools"]["package-data"]
+    assert data == {"ringfa4": ["py.typed"], "ringfa4.launch": ["sm100_counts.json"]}
+    expected = {f"{p.replace('.', '/')}/{name}" for p, names in data.items() for name in names}
     for package, directory in places.items():
         for file in (ROOT / directory).rglob("*.py"):
             expected.add(f"{package.replace('.', '/')}/{file.relative_to(ROOT / directory)}")
