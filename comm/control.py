@@ -88,7 +88,7 @@ class StoreControl(Control):
         for peer in frames:
             self._link.send(posted, frame, peer, tag)
         try:
-            self._link.settle(posted, self.failure, f"answer to message {self._messages}")
+            self._link.settle(posted, self, f"answer to message {self._messages}")
         except PeerError as error:
             self._broken = str(error)
             raise

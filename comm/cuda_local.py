@@ -160,14 +160,14 @@ class EventSignals(Signals):
     ) -> None:
         """Wait for the turn and ``ready``; raises ``late()`` when that takes too long."""
         turn, world = self._space.turn, self._space.world
-        deadline = time.monotonic() + world.timeout_s
+        deadline = time.monotonic() + world.timeouts_s[self._rank]
         while True:
             if self._reason is not None:
                 raise ContextBrokenError(self._reason)
             if turn.take(self._rank, TURN_POLL_S, ready):
                 return
             if (failed := world.failure(besides=self._rank)) is not None:
-                raise PeerError(failed[1], rank=failed[0], step=step)
+                raise PeerError(failed[1], rank=failed[0], step=step, awaited=late().rank)
             if time.monotonic() > deadline:
                 raise late()
 
@@ -175,7 +175,7 @@ class EventSignals(Signals):
         self._space.turn.give_up(self._rank)
 
     def _kept(self) -> PeerError:
-        patience, holder = self._space.world.timeout_s, self._space.turn.holder
+        patience, holder = self._space.world.timeouts_s[self._rank], self._space.turn.holder
         return PeerError(f"no turn given up within {patience:g} s", rank=holder)
 
     def set(self, lane: Lane, flag: Flag, peers: Sequence[int], value: int) -> None:
@@ -202,7 +202,7 @@ class EventSignals(Signals):
 
     def _late(self, peer: int, there: Callable[[], bool], what: str, step: int | None) -> PeerError:
         """Who is late: ``peer``, unless it or this rank is for want of the turn."""
-        turn, patience = self._space.turn, self._space.world.timeout_s
+        turn, patience = self._space.turn, self._space.world.timeouts_s[self._rank]
         kept = time.monotonic() - turn.since >= patience / 2
         if there() or (kept and turn.holder not in (None, peer, self._rank)):
             return self._kept()

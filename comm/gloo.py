@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringfa4.comm.interface import Control
 from ringfa4.errors import PeerError
 
 POLL_S = 0.05
@@ -77,15 +78,15 @@ class Posted:
 class _Job:
     """Waiting for some works, done by the link's thread."""
 
-    def __init__(self, works: Sequence[tuple[dist.Work, int, Tensor]]) -> None:
-        self.works = works
+    def __init__(self, works: Sequence[tuple[dist.Work, int, Tensor]], timeout_s: float) -> None:
+        self.works, self.timeout_s = works, timeout_s
         self.done = threading.Event()
         self.error: str | None = None
         self.peer = works[0][1]
         """Whose work is waited for; when an error came, whose work failed."""
 
-    def run(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+    def run(self) -> None:
+        deadline = time.monotonic() + self.timeout_s
         try:
             for work, peer, _ in self.works:
                 self.peer = peer
@@ -100,9 +101,9 @@ class GlooLink:
     """Connections of this rank to all others. Collective to make; used by one thread at a time."""
 
     def __init__(self, group: dist.ProcessGroup, label: str, timeout_s: float) -> None:
-        """``label`` tells links of one group apart. PeerError when a rank does not arrive in
-        time."""
-        self.rank, self.world, self.timeout_s = group.rank(), group.size(), timeout_s
+        """``label`` tells links of one group apart. PeerError when a rank does not arrive within
+        ``timeout_s``."""
+        self.rank, self.world = group.rank(), group.size()
         store = group.get_group_store()
         # A counter per rank and label: links made one after another must not meet the old keys.
         keys = [f"ringfa4/{label}/{rank}" for rank in range(self.world)]
@@ -148,43 +149,44 @@ class GlooLink:
     def settle(
         self,
         posted: Posted,
-        failure: Callable[[], tuple[int, str] | None],
+        control: Control,
         what: str,
         step: int | None = None,
     ) -> None:
         """Wait until everything in ``posted`` is done; it is empty then.
 
-        Raises PeerError when a peer reported a failure, is gone, or late by ``timeout_s`` from now.
+        Raises PeerError when a peer reported a failure, is gone, or late by the timeout of
+        ``control`` from now.
         """
         if posted.refused is not None:
             posted.drop()
-            raise _broken(*posted.refused, failure, step)
+            raise _broken(*posted.refused, control, step)
         if not posted.works:
             return
-        job = self._submit(posted)
+        job = self._submit(posted, control.timeout_s)
         while not job.done.wait(POLL_S):
-            failed = failure()
+            failed = control.failure()
             if failed is not None:
-                raise PeerError(failed[1], rank=failed[0], step=step)
+                raise PeerError(failed[1], rank=failed[0], step=step, awaited=job.peer)
         posted.drop()
         if job.error is None:
             return
         if "Timed out" not in job.error:
-            raise _broken(job.peer, job.error, failure, step)
-        raise PeerError(f"no {what} within {self.timeout_s:g} s", rank=job.peer, step=step)
+            raise _broken(job.peer, job.error, control, step)
+        raise PeerError(f"no {what} within {job.timeout_s:g} s", rank=job.peer, step=step)
 
-    def _submit(self, posted: Posted) -> _Job:
+    def _submit(self, posted: Posted, timeout_s: float) -> _Job:
         if self._thread is None:
             self._thread = threading.Thread(target=self._wait_for_jobs, daemon=True)
             self._thread.name = f"gloo link of rank {self.rank}"
             self._thread.start()
-        job = _Job(tuple(posted.works))
+        job = _Job(tuple(posted.works), timeout_s)
         self._jobs.put(job)
         return job
 
     def _wait_for_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job.run(self.timeout_s)
+            job.run()
             del job  # works and buffers must not live until the next job comes
 
     def abort(self) -> None:
@@ -206,15 +208,13 @@ class GlooLink:
             self._thread = None
 
 
-def _broken(
-    peer: int, error: str, failure: Callable[[], tuple[int, str] | None], step: int | None
-) -> PeerError:
+def _broken(peer: int, error: str, control: Control, step: int | None) -> PeerError:
     """What a broken connection to ``peer`` means: what was reported, or else that it is gone."""
     deadline = time.monotonic() + GRACE_S
-    while (failed := failure()) is None and time.monotonic() < deadline:
+    while (failed := control.failure()) is None and time.monotonic() < deadline:
         time.sleep(POLL_S)
     if failed is not None:
-        return PeerError(failed[1], rank=failed[0], step=step)
+        return PeerError(failed[1], rank=failed[0], step=step, awaited=peer)
     return PeerError(f"connection lost ({_brief(error)})", rank=peer, step=step)
 
 

@@ -294,7 +294,8 @@ class Transport(ABC):
 
 
 class Control(ABC):
-    """Host-side side channel of one group. ``timeout_s`` bounds every wait."""
+    """Host-side side channel of one group. ``timeout_s`` bounds every wait of this rank, here and
+    in its transport, and is read when the wait begins."""
 
     rank: int
     world: int

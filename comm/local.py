@@ -81,7 +81,9 @@ class LocalWorld:
             raise ValueError(
                 f"need at least one rank and a positive timeout: {world=}, {timeout_s=}"
             )
-        self.world, self.timeout_s, self.device = world, timeout_s, torch.device("cpu")
+        self.world, self.device = world, torch.device("cpu")
+        self.timeouts_s = [timeout_s] * world
+        """How long each rank waits."""
         self.ranks = [_Rank(self.device) for _ in range(world)]
         self.said = threading.Condition()
         """Guards ``rounds`` and each rank's ``gathers``."""
@@ -148,17 +150,18 @@ class LocalWorld:
         broken: Callable[[], str | None] = lambda: None,
     ) -> None:
         """As :meth:`wait` with ``on``, held, notified of every change."""
-        deadline = time.monotonic() + self.timeout_s
+        timeout_s = self.timeouts_s[rank]
+        deadline = time.monotonic() + timeout_s
         while not ready():
             reason = broken()
             if reason is not None:
                 raise ContextBrokenError(reason)
             failed = self.failure(besides=rank)
             if failed is not None:
-                raise PeerError(failed[1], rank=failed[0], step=step)
+                raise PeerError(failed[1], rank=failed[0], step=step, awaited=late())
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise PeerError(f"no {what} within {self.timeout_s:g} s", rank=late(), step=step)
+                raise PeerError(f"no {what} within {timeout_s:g} s", rank=late(), step=step)
             on.wait(remaining)
 
 
@@ -166,8 +169,15 @@ class LocalControl(Control):
     """Control channel of one virtual rank."""
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
-        self._shared, self.rank = world, rank
-        self.world, self.timeout_s = world.world, world.timeout_s
+        self._shared, self.rank, self.world = world, rank, world.world
+
+    @property
+    def timeout_s(self) -> float:
+        return self._shared.timeouts_s[self.rank]
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self._shared.timeouts_s[self.rank] = seconds
 
     def gather(self, message: bytes) -> list[bytes]:
         require_message(message)

@@ -145,7 +145,7 @@ class MemorySignals(Signals):
             return
         late, failed = self._watches[0], self._control.failure()
         if failed is not None:
-            self.lost = PeerError(failed[1], rank=failed[0], step=late.step)
+            self.lost = PeerError(failed[1], rank=failed[0], step=late.step, awaited=late.peer)
         elif now - self._since > self._control.timeout_s:
             reason = f"no {late.what} within {self._control.timeout_s:g} s"
             self.lost = PeerError(reason, rank=late.peer, step=late.step)

@@ -102,7 +102,7 @@ class _GlooMover(_Mover):
         return sent, received
 
     def settle(self, posted: Posted, what: str, step: int | None) -> None:
-        self._link.settle(posted, self._control.failure, what, step)
+        self._link.settle(posted, self._control, what, step)
 
     def abort(self) -> None:
         self._link.abort()

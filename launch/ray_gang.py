@@ -61,7 +61,7 @@ in 0.05 s; longer is for loaded machines, and for ranks that wait outside the ri
 LAST_WORD_S = 1.0
 """How long ranks that all others have named may still take to say what is wrong with them."""
 
-BURIAL_S = 10.0
+BURIAL_S = 30.0
 """How long killed processes and a removed placement group may take to be gone."""
 
 PASSED_ON = ("NCCL_", "GLOO_", "NVSHMEM_", "TORCH_", "CUDA_", "OMP_", "GOMP_", "MKL_", "RINGFA4_")
@@ -314,7 +314,7 @@ class Gang:
                 if outcome.error is not None and deadline is None:
                     deadline = time.monotonic() + GRACE_S
             if deadline is not None and set(waiting.values()) <= {
-                o.blames for o in outcomes.values()
+                o.waited_for for o in outcomes.values()
             }:
                 # Everybody else has waited for these already, for as long as it is allowed.
                 deadline = min(deadline, time.monotonic() + LAST_WORD_S)

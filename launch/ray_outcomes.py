@@ -10,7 +10,8 @@ Who is to blame, the first that there is of
     Busy      a rank that still did not answer when the others had failed
 
 A dead process breaks connections in a ring, and a rank that gives up says so to the others, so
-ranks further away blame those who noticed first: such chains are followed to their end. All that is
+ranks further away blame those who noticed first, and a late rank keeps others who are blamed for
+it: such chains are followed to their end, from each rank to the one it waited for. All that is
 hearsay, which the first two kinds overrule. ContextBrokenError is hearsay too.
 
 Pure Python: no Ray, no torch.
@@ -47,7 +48,8 @@ class Outcome:
 
     ``error`` is None when it returned ``value``, else an exception's type, :data:`LOST` or
     :data:`BUSY`. A PeerError ``blames`` a rank and names the plan ``step`` in which this one
-    noticed. ``spot`` is the span that this rank entered last.
+    noticed, and the rank it ``awaited`` then, when that is another one. ``spot`` is the span that
+    this rank entered last.
     """
 
     rank: int
@@ -58,14 +60,20 @@ class Outcome:
     blames: int | None = None
     step: int | None = None
     spot: Spot | None = None
+    awaited: int | None = None
+
+    @property
+    def waited_for(self) -> int | None:
+        return self.blames if self.awaited is None else self.awaited
 
 
 class RankFailed(RingError):
     """Rank ``rank`` ended the run of all; ``outcomes`` says how each rank ended, by rank.
 
     ``rank`` is None when no rank can be named. ``step`` is the plan step in which it raised, else
-    in which others noticed; None outside the ring. ``details`` is the culprit's traceback, where
-    its error is not a known one.
+    one in which another rank noticed, the first that is known; None outside the ring. Who notices
+    first depends on the machine: only the rank is sure. ``details`` is the culprit's traceback,
+    where its error is not a known one.
     """
 
     def __init__(
@@ -116,12 +124,12 @@ def blame(outcomes: Sequence[Outcome]) -> int | None:
 
 
 def _root(outcome: Outcome, outcomes: Sequence[Outcome]) -> int | None:
-    """Whom ``outcome`` blames, or whom that one blames in turn, and so on; ranks that blame each
-    other in a circle are taken at their word."""
-    seen, at = {outcome.rank}, outcome.blames
+    """Whom ``outcome`` waited for, or whom that one did in turn, and so on; ranks that waited for
+    each other in a circle are taken at their word."""
+    seen, at = {outcome.rank}, outcome.waited_for
     while at is not None and at not in seen and outcomes[at].blames is not None:
         seen.add(at)
-        at = outcomes[at].blames
+        at = outcomes[at].waited_for
     return outcome.blames if at in seen else at
 
 
@@ -137,8 +145,8 @@ def diagnose(
         said = "; ".join(f"rank {o.rank}: {o.message}" for o in outcomes if o.error is not None)
         return RankFailed(said, outcomes=outcomes)
     theirs, place = outcomes[culprit], places[culprit]
-    witnesses = [o for o in outcomes if o.blames == culprit and o.rank != culprit]
-    witnesses.sort(key=lambda o: (o.step is None, o.step or 0))
+    witnesses = [o for o in outcomes if culprit in (o.blames, o.awaited) and o.rank != culprit]
+    witnesses.sort(key=lambda o: (o.blames != culprit, o.step is None, o.step or 0))
     own = theirs.error is not None and theirs.error not in (LOST, *HEARSAY)
     if own:
         what = f"{theirs.error}: {theirs.message}"
@@ -146,7 +154,9 @@ def diagnose(
         what = f"its node {place.address} is gone" if place.node in dead_nodes else theirs.message
     else:
         heard = witnesses[0].message if witnesses else theirs.message
-        what = heard.removeprefix(f"rank {culprit}: ").partition(" (noticed in")[0]
+        what = heard.removeprefix(f"rank {culprit}: ").partition(" (noticed ")[0]
+        if witnesses and witnesses[0].blames != culprit:
+            what = f"rank {witnesses[0].rank}, which was given up, waited for it"
         what += "; it does not answer" if theirs.error == BUSY and witnesses else ""
     spot = theirs.spot or last.get(culprit)
     parts = [f"rank {culprit} ({place}): {what}"]

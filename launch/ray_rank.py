@@ -182,6 +182,7 @@ class Rank:
                 blames=peer.rank if peer else None,
                 step=peer.step if peer else None,
                 spot=WHEREABOUTS.spot,
+                awaited=peer.awaited if peer else None,
             )
         return Outcome(self.rank, value)
 

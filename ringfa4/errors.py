@@ -24,13 +24,27 @@ class PeerError(RingError):
 
     ``rank`` is a rank of the group in use (not a global rank), or None when which one is not known.
     ``step`` is the plan step in which this rank noticed, or None outside the ring.
+
+    ``awaited``: whom this rank waited for when it heard of the failure, None when it was ``rank``.
+    A rank that is blamed for being late may have waited itself: then it raises this error too, and
+    from one ``awaited`` to the next one comes to the rank that kept them all.
     """
 
-    def __init__(self, reason: str, *, rank: int | None = None, step: int | None = None) -> None:
+    def __init__(
+        self,
+        reason: str,
+        *,
+        rank: int | None = None,
+        step: int | None = None,
+        awaited: int | None = None,
+    ) -> None:
         self.reason, self.rank, self.step = reason, rank, step
-        where = "" if step is None else f" (noticed in step {step})"
+        self.awaited = None if awaited == rank else awaited
         who = "a peer" if rank is None else f"rank {rank}"
-        super().__init__(f"{who}: {reason}{where}")
+        when = "" if step is None else f"in step {step}"
+        meanwhile = "" if self.awaited is None else f"waiting for rank {self.awaited}"
+        noticed = ", ".join(part for part in (when, meanwhile) if part)
+        super().__init__(f"{who}: {reason}{noticed and f' (noticed {noticed})'}")
 
 
 class PlanMismatchError(ValueError):

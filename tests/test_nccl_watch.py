@@ -93,7 +93,7 @@ def test_a_reported_failure_is_passed_on_before_the_timeout() -> None:
     control.failed = 2, "out of memory"
     lost = until_lost(watch)
     watch.close()
-    assert lost.rank == 2 and "out of memory" in str(lost)
+    assert (lost.rank, lost.awaited) == (2, 1) and "out of memory" in str(lost)
 
 
 def test_progress_restarts_the_clock() -> None:

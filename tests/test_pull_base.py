@@ -21,7 +21,7 @@ from test_transports import InThreads
 from ringfa4.comm.cuda_local import _Turn
 from ringfa4.comm.interface import Control, Transport
 from ringfa4.comm.lanes import Flag
-from ringfa4.comm.local import LocalTransport, run_ranks
+from ringfa4.comm.local import LocalTransport, LocalWorld, run_ranks
 from ringfa4.comm.pull import PullTransport
 from ringfa4.context import Context
 from ringfa4.errors import ContextBrokenError, PeerError
@@ -77,6 +77,8 @@ class PullContract(InThreads):
 
 
 class TestEvents(PullContract):
+    impatience = ("open", 2.0)  # who is late keeps the turn: no other rank opens
+
     runner = staticmethod(runner(event_transport, 0.004))
 
 
@@ -159,6 +161,34 @@ def test_a_peer_that_does_not_carry_poisons_what_is_read_from_it() -> None:
 
     all_nan, message = run_ranks(4, main, timeout_s)[0]
     assert all_nan and "step 3" in message
+
+
+@pytest.mark.parametrize("make", [LocalWorld.transport, event_transport, word_transport])
+def test_who_is_blamed_while_it_waits_says_for_whom(make: Callable[..., Transport]) -> None:
+    """Rank 2 gives up on rank 0, which itself waits for rank 1."""
+
+    def main(rank: int, local: LocalTransport, control: Control) -> PeerError | None:
+        transport, plans = make(local.shared, rank), contract.full(3, 1024, backward=False)
+        contract.make_call(transport, control, plans, 0)
+        if rank == 1:
+            contract.oversleep(control)
+            return None
+        exchange = transport.open(plans[rank])
+        exchange.publish()
+        if rank == 2:
+            exchange.finish()
+            control.report("rank 0: no K/V records within 1 s")
+            return None
+        exchange.fetch(1).wait()
+        with pytest.raises(PeerError) as told:
+            exchange.fetch(2).wait()
+            exchange.finish()
+        return told.value
+
+    told = run_ranks(3, main, contract.LONG_S)[0]
+    assert (told.rank, told.step, told.awaited) == (2, 2, 1)
+    noticed = "(noticed in step 2, waiting for rank 1)"
+    assert str(told) == f"rank 2: rank 0: no K/V records within 1 s {noticed}"
 
 
 @pytest.mark.parametrize("forgotten", list(Flag))

@@ -12,7 +12,6 @@ from transport_contract import LONG_S, Ending, TransportContract
 
 class TestGloo(TransportContract):
     many_calls = 200
-    late_s = 1.5
     domains = (((0, 1), (2, 3)), ((0,), (2,), (1,)))  # the pools there are
 
     def run(self, world: int, body: Callable[..., Any], **kwargs: Any) -> list[Any]:
@@ -75,6 +74,14 @@ def test_a_report_reaches_a_rank_that_waits_for_data() -> None:
     with gloo_pool(2) as pool:
         said = pool.run("distributed.work_p2p:report_only", {"culprit": 0})
     assert said == ["reported", "rank 0: out of memory (noticed in step 1)"]
+
+
+def test_who_is_blamed_while_it_waits_says_for_whom() -> None:
+    """Rank 2 gives up on rank 0, which itself waits for rank 1."""
+    with gloo_pool(3) as pool:
+        said = pool.run("distributed.work_p2p:blamed")
+    noticed = "(noticed in step 1, waiting for rank 1)"
+    assert said == [f"rank 2: rank 0: no K/V records within 1 s {noticed}", "", ""]
 
 
 def test_no_thread_stays_after_a_failure() -> None:

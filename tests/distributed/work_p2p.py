@@ -256,6 +256,29 @@ def gather_after_report() -> str:
     return "gathered"
 
 
+def blamed() -> str:
+    """Rank 2 blames rank 0, which waits for the contribution of rank 1; what rank 0 says then."""
+    transport, control = opened(contract.LONG_S)
+    exchange = transport.open(contract.full(3, 256, backward=True)[transport.rank])
+    exchange.publish()
+    exchange.fetch(1).wait()
+    dist.barrier()
+    said = ""
+    if transport.rank == 2:
+        control.report("rank 0: no K/V records within 1 s")
+    if transport.rank == 0:
+        exchange.grad_slot(1)
+        exchange.send_grads(1)
+        try:
+            next(exchange.contributions(1))
+        except PeerError as error:
+            said = str(error)
+    dist.barrier()
+    transport.abort("it was blamed")
+    control.close()
+    return said
+
+
 def report_only(culprit: int) -> str:
     """``culprit`` reports a failure but keeps its data connections; what a rank waiting there
     gets."""

@@ -44,10 +44,14 @@ def late_on_gpu(
 
 
 class TestVirtualRanks(InThreads):
+    impatience = ("open", 2.0)  # who is late keeps the turn: no other rank opens
+
     runner = staticmethod(on_gpu)
 
 
 class TestVirtualRanksOnLateCopies(InThreads):
+    impatience = TestVirtualRanks.impatience
+
     runner = staticmethod(late_on_gpu)
     many_calls = 20
 

@@ -88,6 +88,8 @@ def test_a_build_names_versions_and_sources() -> None:
 # ---- who is to blame ----------------------------------------------------------------------------
 
 PEER = Outcome(0, error="PeerError", message="rank 2: late", blames=2, step=3)
+KEPT = replace(PEER, message="rank 2: rank 0: late", awaited=1)
+"""Rank 2 has given rank 0 up, which itself waits for rank 1."""
 FORWARD = ("forward", "wait", 3)
 
 
@@ -99,6 +101,7 @@ FORWARD = ("forward", "wait", 3)
         ([PEER, replace(PEER, rank=1), Outcome(2, error=BUSY)], 2),
         ([PEER, Outcome(1, error="ContextBrokenError"), replace(PEER, rank=2, blames=0)], 2),
         ([replace(PEER, blames=1), replace(PEER, rank=1), Outcome(2, error=BUSY)], 2),
+        ([KEPT, Outcome(1, error=BUSY), replace(PEER, rank=2, blames=0)], 1),
         ([Outcome(0, error="PeerError"), Outcome(1, error=BUSY), Outcome(2)], 1),
         ([Outcome(0, error="PeerError"), Outcome(1), Outcome(2)], None),
     ],
@@ -141,6 +144,17 @@ def test_who_does_not_answer_is_where_he_was_seen() -> None:
         ": no K/V records within 4 s; it does not answer; last seen in forward, step 3 (wait); "
         "rank 0 noticed in backward, step 2 (wait)"
     )
+
+
+def test_who_kept_the_one_that_was_given_up_is_named() -> None:
+    gave_up = Outcome(2, error="PeerError", message="rank 0: late", blames=0, step=2)
+    outcomes = [replace(KEPT, spot=FORWARD), Outcome(1, error=BUSY), gave_up]
+    error = diagnose(outcomes, PLACES, {1: FORWARD})
+    assert str(error) == (
+        "rank 1 (pid 101 on 10.0.0.1): rank 0, which was given up, waited for it; it does not "
+        "answer; last seen in forward, step 3 (wait); rank 0 noticed in forward, step 3 (wait)"
+    )
+    assert (error.rank, error.step) == (1, 3)
 
 
 def test_who_does_not_answer_may_be_all_that_is_known() -> None:
