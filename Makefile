@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TYPED := build/mypy
 
-.PHONY: run test test-slow test-ray gpu2 lint style types clean
+.PHONY: run test test-slow test-ray gpu gpu2 lint style types clean
 .DELETE_ON_ERROR:
 
 run: $(INSTALLED)
@@ -27,7 +27,10 @@ test: $(INSTALLED)
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
 
-# On a machine with two or more GPUs: tests between GPUs, rates, scaling, one million tokens; 8 minutes.
+# On a machine with a GPU, and on one with several (between them): tests, rates, one million tokens; 8 minutes each.
+gpu: $(INSTALLED)
+	$(BIN)/python launch/gpu_session.py --out build/gpu1 --gpus 1
+
 gpu2: $(INSTALLED)
 	$(BIN)/python launch/gpu_session.py --out build/gpu
 

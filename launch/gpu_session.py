@@ -1,8 +1,23 @@
-"""Everything worth running on a machine with several GPUs, in order of worth, within a time.
+"""Everything worth running on a machine with one GPU, or with several, in order of worth, within
+a time.
 
     python launch/gpu_session.py --out FOLDER               on all GPUs, within 8 minutes
+    python launch/gpu_session.py --out FOLDER --gpus 1      on one of them
     python launch/gpu_session.py --out FOLDER --resume      what FOLDER does not have yet
     python launch/gpu_session.py --list                     the commands
+
+On one GPU:
+
+    tests       all of tests/gpu
+    nvshmem     the contract of that transport, ranks sharing the card under MPS
+    virtual     virtual ranks over one call, and where the time goes (launch/transport_bench.py)
+    million     1M tokens on 8 virtual ranks, forward and backward, checked (launch/ring.py)
+    over        1M tokens on 1 and 8 virtual ranks over FA4's call, deterministic all of them
+    plain       128K tokens on 8 virtual ranks; what `--trace` costs is the next one over it
+    traced      the same with `--trace`
+    rates       block kernels at 32K and 128K tokens, byte movers (launch/kernel_bench.py)
+
+On several:
 
     suite       the ring and the transports between GPUs (tests/gpu)
     transports  rates of pulls and sends, alone and beside attention (launch/transport_bench.py)
@@ -68,6 +83,39 @@ class Step:
 
 def steps(gpus: int, folder: Path, python: str = sys.executable) -> list[Step]:
     """The session's steps, most important first, for as many GPUs."""
+    return _on_one(folder, python) if gpus == 1 else _on_several(gpus, folder, python)
+
+
+def _on_one(folder: Path, python: str) -> list[Step]:
+    launch, tests = ROOT / "launch", ROOT / "tests"
+    suite = [python, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", "--timeout", "120"]
+    workers = ["-n", str(max(1, (os.cpu_count() or 1) - 1)), "--dist", "worksteal"]
+    files = [str(tests / "gpu"), str(tests / "test_scaling.py")]
+    shared = [str(tests / "gpu" / "test_transports_cuda.py"), "-k", "nvshmem and not between_gpus"]
+    kernels = "fa4,fa4-nondeterministic,cuda_aten"
+    virtual = [python, str(launch / "transport_bench.py"), "--ring", "128K", "--where"]
+    virtual += ["--virtual-ranks", "1,8", "--kernels", kernels]
+    ring = [python, str(launch / "ring.py"), "--heads", "8", "--kv-heads", "8", "--head-dim", "128"]
+    ring += ["--wire", "bf16", "--backward", "--kernel", "fa4", "--virtual-ranks", "8"]
+    million = [*ring, "--seq", "1M", "--check", "--json", str(folder / "million.json")]
+    short = [*ring, "--seq", "128K", "--repeat", "10"]
+    over = [python, str(launch / "transport_bench.py"), "--ring", "1M", "--virtual-ranks", "1,8"]
+    over += ["--kernels", "fa4", "--own", "--repeat", "1"]
+    rates = [python, str(launch / "kernel_bench.py"), "--attention", "32K,128K", "--host"]
+    rates += ["--bytes", "64,256,1024", "--repetitions", "5", "--json", str(folder / "rates.json")]
+    return [
+        Step("tests", [*suite, "-v", *workers, *files], 220.0),
+        Step("nvshmem", [*suite, "-v", *shared], 60.0),
+        Step("virtual", virtual, 70.0),
+        Step("million", million, 90.0),
+        Step("over", over, 150.0),
+        Step("plain", [*short, "--json", str(folder / "plain.json")], 20.0),
+        Step("traced", [*short, "--trace", str(folder / "trace.json")], 25.0),
+        Step("rates", rates, 45.0),
+    ]
+
+
+def _on_several(gpus: int, folder: Path, python: str) -> list[Step]:
     launch = ROOT / "launch"
     ranks = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
     tests = [str(ROOT / "tests" / "gpu" / f"test_{n}.py") for n in ("two_gpus", "transports_cuda")]
@@ -190,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="leave out what ended well before")
     parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
     options = parser.parse_args(argv)
-    plan = steps(max(options.gpus, 2), options.out.resolve())
+    plan = steps(options.gpus or 1, options.out.resolve())
     if options.steps:
         wanted = options.steps.split(",")
         unknown = [name for name in wanted if name not in [step.name for step in plan]]
@@ -201,8 +249,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for step in plan:
             print(f"{step.name} ({step.limit_s:g} s): {shlex.join(step.command)}")
         return 0
-    if options.gpus < 2:
-        print(f"gpu_session.py: needs 2 GPUs, found {options.gpus}", file=sys.stderr)
+    found = torch.cuda.device_count()
+    if not 1 <= options.gpus <= found:
+        print(f"gpu_session.py: {options.gpus} of {found} GPUs", file=sys.stderr)
         return 1
     options.out.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))

@@ -2,12 +2,14 @@
 
     python launch/transport_bench.py --ring 128K --virtual-ranks 1,8 --kernels fa4,cuda_aten
     python launch/transport_bench.py --ring 128K --virtual-ranks 8 --where
+    python launch/transport_bench.py --ring 1M --virtual-ranks 1,8 --kernels fa4 --own --repeat 1
     torchrun --standalone --nproc-per-node 2 launch/transport_bench.py --transport symm_mem
 
-The first runs on one GPU: the libraries' calls on the whole sequence, then forward and backward of
-the ring on virtual ranks, each over the call of its own library (``--where`` adds what the GPU did
-in that time). The third needs a GPU a rank: the rate of pulls while every rank pulls and is pulled
-from, and the time of an attention call alone and beside such a pull.
+All but the last run on one GPU: the libraries' calls on the whole sequence, then forward and
+backward of the ring on virtual ranks, each over the call of its own library (``--where`` adds what
+the GPU did in that time; ``--own`` leaves out other libraries' calls). The last needs a GPU a rank:
+the rate of pulls while every rank pulls and is pulled from, and the time of an attention call alone
+and beside such a pull.
 
 bf16 wire, causal, d 128. Times are medians; the device is idle before and after each. With
 ``--burst N`` it is idle before and after N calls in a row, as the layers of a model make them, and
@@ -53,10 +55,10 @@ HEAD_START_CYCLES = 4_000_000
 """How long the device waits (2 ms) while the host enqueues what is timed."""
 
 
-def median_s(run: Callable[[], object], burst: int = 1) -> float:
+def median_s(run: Callable[[], object], burst: int = 1, repeats: int = REPEATS) -> float:
     """Seconds of one of ``burst`` runs, the device idle before and after; a burst to warm up."""
     taken = []
-    for repeat in range(REPEATS + 1):
+    for repeat in range(repeats + 1):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(burst):
@@ -76,16 +78,21 @@ class Call(NamedTuple):
     where: tuple[Times, Times] | None
 
 
-def ring_calls(x: Inputs, world: int, kernel: str, burst: int, *, where: bool) -> list[Call]:
-    """REPEATS bursts on ``world`` virtual ranks, all of them included; the last has ``where``."""
+def ring_calls(
+    x: Inputs, world: int, kernel: str, burst: int, repeats: int, *, where: bool
+) -> list[Call]:
+    """``repeats`` bursts on ``world`` virtual ranks, after one to warm up, and with ``where`` one
+    more.
+    """
+    bursts = 1 + repeats + where
 
     def rank(rank: int, transport: Transport, control: Control) -> list[Call]:
         cp = ContextParallel(Context(transport, control), seq_len=x.seq, kernel=kernel)
         q, k, v, dout = (cp.shard(t, dim=1) for t in (x.q, x.k, x.v, x.dout))
         ring = cp.problem.ring(q, k, v, backward=True)
         calls = []
-        for repeat in range(REPEATS + 1):
-            watch = where and repeat == REPEATS
+        for repeat in range(bursts):
+            watch = where and repeat == bursts - 1
             there = _Phase(rank, control, watch)
             with there:
                 for _ in range(burst):
@@ -130,9 +137,19 @@ def _together(control: Control) -> None:
 
 
 def report_rings(
-    seq: int, heads: int, worlds: list[int], kernels: list[str], burst: int, *, where: bool
+    seq: int,
+    heads: int,
+    worlds: list[int],
+    kernels: list[str],
+    burst: int,
+    repeats: int,
+    *,
+    where: bool,
+    own: bool,
 ) -> None:
-    """A table of calls, and what the GPU did in the rings' with ``where``."""
+    """A table of calls, and what the GPU did in the rings' with ``where``; with ``own`` only calls
+    of the kernels' libraries.
+    """
     x = Inputs(seq, heads, heads)
     flops = x.flop, 2.5 * x.flop
     direct: dict[str, tuple[float, float]] = {}
@@ -145,11 +162,13 @@ def report_rings(
             print(f"{name:36} {what:8} {seconds[n] * 1e3:9.2f} ms {rate:5.0f} TFLOPS {over}")
 
     for name, calls in direct_calls(x).items():
-        direct[name] = median_s(calls[0], burst), median_s(calls[1], burst)
+        if own and name not in [LIBRARY[kernel] for kernel in kernels]:
+            continue
+        direct[name] = median_s(calls[0], burst, repeats), median_s(calls[1], burst, repeats)
         show(name, direct[name], "")
     for kernel in kernels:
         for world in worlds:
-            passes = ring_calls(x, world, kernel, burst, where=where)
+            passes = ring_calls(x, world, kernel, burst, repeats, where=where)
             timed = passes[:-1] if where else passes
             there, back = (statistics.median(c.seconds[n] for c in timed) for n in (0, 1))
             name = f"ring of {world}, {kernel}"
@@ -220,6 +239,8 @@ def main() -> None:
     parser.add_argument("--virtual-ranks", type=parse_sizes, default=[1, 8], metavar="N,N")
     parser.add_argument("--kernels", default="cuda_aten", help=f"of {', '.join(LIBRARY)}")
     parser.add_argument("--burst", type=int, default=1, help="calls in a row")
+    parser.add_argument("--repeat", type=int, default=REPEATS, help="bursts, of which the median")
+    parser.add_argument("--own", action="store_true", help="only calls of the kernels' libraries")
     parser.add_argument("--where", action="store_true", help="also what the GPU did, by kind")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--transport", metavar="NAME", help="measure pulls; under torchrun")
@@ -234,7 +255,9 @@ def main() -> None:
             options.virtual_ranks,
             kernels,
             options.burst,
+            options.repeat,
             where=options.where,
+            own=options.own,
         )
     if options.transport is not None:
         report_pulls(options.transport, options.bytes, 1 << 15, options.heads)

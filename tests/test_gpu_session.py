@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ringfa4.launch import bench, gpu_session, options, scaling
+from ringfa4.launch import bench, gpu_session, kernel_bench, options, scaling, transport_bench
 from ringfa4.launch.gpu_session import SECONDS_LEFT, TO_FINISH_S, Session, Step, main, steps
 
 
@@ -117,9 +117,45 @@ def test_the_commands_are_understood(tmp_path: Path) -> None:
     assert sum(step.limit_s for step in steps(2, tmp_path)) < 1.2 * gpu_session.SECONDS
 
 
-def test_without_two_gpus_only_the_list_is_given(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--gpus", "1"]) == 1
-    assert "needs 2 GPUs, found 1" in capsys.readouterr().err
+def test_the_commands_for_one_gpu_are_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The benches' own parsers are reached before anything of CUDA is."""
+    plan = {step.name: list(step.command) for step in steps(1, tmp_path)}
+    assert list(plan)[:2] == ["tests", "nvshmem"], "what must pass comes first"
+    for word in [*plan["tests"], *plan["nvshmem"]]:
+        assert Path(word).exists() or not word.startswith("/"), word
+
+    def given(name: str, script: str) -> list[str]:
+        command = plan[name]
+        return command[next(n for n, word in enumerate(command) if word.endswith(script)) + 1 :]
+
+    for name, seq in (("million", 1 << 20), ("plain", 1 << 17), ("traced", 1 << 17)):
+        ring = options.parse_options(given(name, "ring.py"))
+        assert (ring.seq, ring.backward, ring.check) == (seq, True, name == "million")
+        assert ring.virtual_ranks == 8 and (ring.trace is not None) == (name == "traced")
+    reached: list[str] = []
+
+    def no_device() -> str:
+        reached.append("the device's name")
+        raise SystemExit
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", no_device)
+    for name, script, module in (
+        ("virtual", "transport_bench.py", transport_bench),
+        ("over", "transport_bench.py", transport_bench),
+        ("rates", "kernel_bench.py", kernel_bench),
+    ):
+        monkeypatch.setattr(sys, "argv", [script, *given(name, script)])
+        with pytest.raises(SystemExit):
+            module.main()
+        assert reached.pop() and not reached, name
+
+
+def test_without_a_gpu_only_the_list_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--gpus", "99"]) == 1
+    assert "99 of " in capsys.readouterr().err
     assert main(["--list", "--steps", "scaling,million", "--gpus", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["scaling", "million"]
