@@ -89,7 +89,7 @@ def steps(gpus: int, folder: Path, python: str = sys.executable) -> list[Step]:
 def _on_one(folder: Path, python: str) -> list[Step]:
     launch, tests = ROOT / "launch", ROOT / "tests"
     suite = [python, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", "--timeout", "120"]
-    workers = ["-n", str(max(1, (os.cpu_count() or 1) - 1)), "--dist", "worksteal"]
+    workers = ["-n", str(min(15, len(os.sched_getaffinity(0)))), "--dist", "worksteal"]
     files = [str(tests / "gpu"), str(tests / "test_scaling.py")]
     shared = [str(tests / "gpu" / "test_transports_cuda.py"), "-k", "nvshmem and not between_gpus"]
     kernels = "fa4,fa4-nondeterministic,cuda_aten"
