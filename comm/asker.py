@@ -11,10 +11,13 @@ count as unanswered at once: a silent store costs its waiters ``patience_s`` onc
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
+
+from ringfa4.comm import background
 
 T = TypeVar("T")
 
@@ -50,8 +53,8 @@ class Asker:
             if self._last is not None and not self._last.done.is_set():
                 return None
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="asker", daemon=True)
-                self._thread.start()
+                end = functools.partial(self._questions.put, None)
+                self._thread = background.start("asker", self._serve, end)
             asked = _Question(question)
             self._last = asked
             self._questions.put(asked)

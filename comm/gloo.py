@@ -17,6 +17,7 @@ carries the reasons died with its host.
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 import time
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringfa4.comm import background
 from ringfa4.comm.interface import Control
 from ringfa4.errors import PeerError
 
@@ -177,9 +179,8 @@ class GlooLink:
 
     def _submit(self, posted: Posted, timeout_s: float) -> _Job:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._wait_for_jobs, daemon=True)
-            self._thread.name = f"gloo link of rank {self.rank}"
-            self._thread.start()
+            name, end = f"gloo link of rank {self.rank}", functools.partial(self._jobs.put, None)
+            self._thread = background.start(name, self._wait_for_jobs, end)
         job = _Job(tuple(posted.works), timeout_s)
         self._jobs.put(job)
         return job

@@ -16,6 +16,7 @@ than a step computes.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -25,6 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ringfa4.comm import background
 from ringfa4.comm.interface import Control
 from ringfa4.errors import PeerError
 
@@ -68,10 +70,9 @@ class WorkWatch:
             return
         self._watched.append(_Watched(tuple(works), peer, what, step))
         if self._thread is None:
-            arguments = (weakref.ref(self), self._enter_thread, self._stop)
-            self._thread = threading.Thread(target=_watch, args=arguments, daemon=True)
-            self._thread.name = f"NCCL watchdog of rank {self._control.rank}"
-            self._thread.start()
+            main = functools.partial(_watch, weakref.ref(self), self._enter_thread, self._stop)
+            name = f"NCCL watchdog of rank {self._control.rank}"
+            self._thread = background.start(name, main, self._stop.set)
 
     def require_peers(self) -> None:
         if self.lost is not None:

@@ -15,6 +15,7 @@ anywhere among this rank's, restarts the clock.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ringfa4.comm import background
 from ringfa4.comm.interface import Control
 from ringfa4.comm.lanes import Engine, Flag, Lane, Memory, Signals, reached
 from ringfa4.comm.pull import PullTransport
@@ -99,10 +101,9 @@ class MemorySignals(Signals):
             raise self.lost
         self._watches.extend(_Watch(flag, peer, value, what, step) for peer in peers)
         if self._thread is None and peers:
-            arguments = (weakref.ref(self), self._engine, self._stop)
-            self._thread = threading.Thread(target=_watch, args=arguments, daemon=True)
-            self._thread.name = f"watchdog of rank {self._rank}"
-            self._thread.start()
+            main = functools.partial(_watch, weakref.ref(self), self._engine, self._stop)
+            name = f"watchdog of rank {self._rank}"
+            self._thread = background.start(name, main, self._stop.set)
         lane.wait([self._local[flag][peer] for peer in peers], value)
 
     def release(self) -> None:

@@ -8,6 +8,7 @@ So the pull protocol runs with real asynchrony on the CPU: a missing wait shows 
 
 from __future__ import annotations
 
+import functools
 import queue
 import random
 import threading
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ringfa4.comm import background
 from ringfa4.comm.cuda_local import SharedMemory, SharedSpace, local_pull_transport
 from ringfa4.comm.lanes import Engine, Lane, Mark
 from ringfa4.comm.local import LocalWorld
@@ -73,9 +75,10 @@ class ThreadLane(Lane):
 
     def __init__(self, seed: int, late_s: float) -> None:
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        arguments = (self._work, random.Random(seed), late_s)
-        threading.Thread(target=_work_off, args=arguments, name="lane", daemon=True).start()
-        weakref.finalize(self, self._work.put, None)
+        main = functools.partial(_work_off, self._work, random.Random(seed), late_s)
+        end = functools.partial(self._work.put, None)
+        background.start("lane", main, end)
+        weakref.finalize(self, end)
 
     def copy(self, into: Tensor, source: Tensor) -> None:
         self._work.put(lambda: into.copy_(source))
