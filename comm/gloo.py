@@ -192,9 +192,11 @@ class GlooLink:
 
     def abort(self) -> None:
         """Close the connections: waits here and at the peers fail at once. Not collective."""
-        if self.world > 1:
-            peer = (self.rank + 1) % self.world
+        for peer in range(self.world):
+            if peer == self.rank:
+                continue
             # ProcessGroupGloo.abort() does nothing (2.13); a wait that times out closes every pair.
+            # On a pair that is closed already nothing waits, so all are tried.
             with contextlib.suppress(RuntimeError):
                 self._gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, ABORT_TAG).wait(
                     timedelta(milliseconds=1)

@@ -214,6 +214,8 @@ class PullTransport(Transport):
 
     def poison(self, lane: Lane, absent: Sequence[int], late: Sequence[int], call: int) -> None:
         """Make what a failed ``call`` still moves NaN: all-ones is NaN in every format on the wire.
+        What this rank has yet to send becomes NaN at its peers, which may learn of the failure
+        later than that.
 
         ``absent`` have not published it: what their outboxes of its parity hold is older, and all
         ranks have read that. ``late`` have not carried what this rank reads from them; the call
@@ -229,7 +231,10 @@ class PullTransport(Transport):
             lane.fill(target, 0xFF)
 
     def _drain(self) -> None:
-        """Wait on the host until this rank's lanes are empty, and the last call's current one."""
+        """Wait on the host until this rank's lanes are empty, and the last call's current one.
+
+        PeerError also when they are empty because the watchdog let them pass.
+        """
         lanes = (self.engine.current(), self.pull, self.push, self.cross)
         for mark in (*self.last_reads, *(lane.record() for lane in lanes)):
             if not reached(mark, self._control.timeout_s, lambda: self.signals.lost is not None):
@@ -237,6 +242,7 @@ class PullTransport(Transport):
                 reason = f"the last call did not end within {self._control.timeout_s:g} s"
                 self.abort(reason)
                 raise PeerError(reason)
+        self.require_usable()
 
     def _meet(self, what: str) -> None:
         messages = self._or_break(lambda: self._control.gather(f"{what} {self.calls}".encode()))

@@ -76,11 +76,11 @@ def test_a_lost_store_does_not_hide_a_failure() -> None:
 
 
 def test_a_store_that_never_answers_does_not_keep_anybody() -> None:
-    """Waits still end after their timeout; a pool that hangs is a failure of its own."""
-    with gloo_pool(3) as pool:
-        said = pool.run("distributed.work_p2p:with_a_silent_store", timeout_s=40.0)
+    """Waits still end after their timeout."""
+    with gloo_pool(2) as pool:
+        said = pool.run("distributed.work_p2p:with_a_silent_store")
     assert said[0] == "did not come"
-    assert [message.startswith("rank 0: no answer") for message in said[1:]] == [True, True], said
+    assert said[1].startswith("rank 0: no answer to message 1 within 1 s"), said
 
 
 def test_a_broken_channel_refuses() -> None:

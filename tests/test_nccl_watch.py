@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 import time
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -70,12 +71,13 @@ def until_lost(watch: WorkWatch, limit_s: float = 20.0) -> PeerError:
 
 
 def test_a_lost_peer_is_named_logged_told_and_raised(caplog: pytest.LogCaptureFixture) -> None:
-    control, first, second = FakeControl(0.1), FakeWork(), FakeWork()
+    control, first, second = FakeControl(1000.0), FakeWork(), FakeWork()
     watch = WorkWatch(control, no_device)
     with caplog.at_level(logging.ERROR, "ringfa4"):
         watch.watch([first], 1, "K/V records", 3)
         watch.watch([second], 2, "reader of K/V", 4)
         first.done = True
+        control.timeout_s = 0.1
         lost = until_lost(watch)
         watch.close()
     assert (lost.rank, lost.step) == (2, 4), "the first one came"
@@ -96,19 +98,27 @@ def test_a_reported_failure_is_passed_on_before_the_timeout() -> None:
     assert (lost.rank, lost.awaited) == (2, 1) and "out of memory" in str(lost)
 
 
-def test_progress_restarts_the_clock() -> None:
+def test_progress_restarts_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve transfers of 0.4 timeouts each: late altogether, but never the one that is waited
-    for."""
+    for. The last one is, when it takes more than one timeout."""
+    now = [100.0]
+    monkeypatch.setattr(nccl_watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(nccl_watch, "WATCH_S", 3600.0)  # it looks when this test does
     control = FakeControl(0.5)
-    watch, works = WorkWatch(control, no_device), [FakeWork() for _ in range(12)]
+    watch, works = WorkWatch(control, no_device), [FakeWork() for _ in range(13)]
     for n, work in enumerate(works):
         watch.watch([work], 1, f"transfer {n}", n)
-    for work in works:
-        time.sleep(0.2)
+    watch.look()
+    for work in works[:-1]:
+        now[0] += 0.2
+        watch.look()
         work.done = True
-    time.sleep(0.05)
-    watch.close()
+        watch.look()
     assert watch.lost is None and not control.told
+    now[0] += 0.6
+    watch.look()
+    watch.close()
+    assert watch.lost is not None and "no transfer 12 within 0.5 s" in str(watch.lost)
 
 
 def test_the_thread_ends_with_its_object() -> None:

@@ -98,7 +98,7 @@ def test_late_copies_leave_the_ring_bit_identical(make: Maker, world: int) -> No
 
 def test_a_lost_peer_poisons_the_call_and_breaks_the_next() -> None:
     """The waits pass, what was to be read is NaN, and the error names who was missing."""
-    timeout_s = 0.3
+    told = threading.Event()
 
     def main(rank: int, local: LocalTransport, control: Control) -> tuple[bool, str]:
         transport = word_transport(local.shared, rank)
@@ -106,10 +106,11 @@ def test_a_lost_peer_poisons_the_call_and_breaks_the_next() -> None:
         for call in range(2):
             contract.make_call(transport, control, plans, call)
         exchange = transport.open(plans[rank])
-        if rank == 1:
-            time.sleep(3 * timeout_s)  # never publishes
+        if rank == 1:  # never publishes
+            assert told.wait(contract.LONG_S)
             transport.abort("asleep")
             return True, ""
+        control.timeout_s = 0.3
         exchange.publish()
         handle = exchange.fetch(1)
         view = handle._view
@@ -120,17 +121,47 @@ def test_a_lost_peer_poisons_the_call_and_breaks_the_next() -> None:
             handle.wait()
         with pytest.raises(ContextBrokenError):
             exchange.finish()
+        told.set()
         return bool(torch.isnan(view.view(torch.bfloat16)).all()), str(lost.value)
 
-    all_nan, message = run_ranks(2, main, timeout_s)[0]
+    all_nan, message = run_ranks(2, main, contract.LONG_S)[0]
     assert all_nan and "step 1" in message
+
+
+@pytest.mark.parametrize("what", ["close", "grow"])
+def test_a_call_that_was_let_pass_does_not_end_well(what: str) -> None:
+    """The lanes of rank 0 are empty, for its watchdog let them pass; nothing else has told it."""
+    told = threading.Event()
+
+    def main(rank: int, local: LocalTransport, control: Control) -> None:
+        transport = word_transport(local.shared, rank)
+        plans = contract.full(2, 1024, backward=False)
+        contract.make_call(transport, control, plans, 0)
+        exchange = transport.open(plans[rank])
+        if rank == 1:
+            assert told.wait(contract.LONG_S)
+            transport.abort("asleep")
+            return
+        control.timeout_s = 0.3
+        exchange.publish()
+        mark = exchange.fetch(1)._mark  # type: ignore[attr-defined]
+        exchange.finish()
+        while not mark.query():
+            time.sleep(0.01)
+        control.timeout_s = contract.LONG_S
+        larger = contract.full(2, 4096, backward=False)[rank]
+        with pytest.raises(PeerError, match=r"rank 1: no published records within 0\.3 s"):
+            transport.close() if what == "close" else transport.open(larger)
+        told.set()
+
+    run_ranks(2, main, contract.LONG_S)
 
 
 def test_a_peer_that_does_not_carry_poisons_what_is_read_from_it() -> None:
     """Rank 1 publishes and then carries nothing: rank 0, which reads its copy, gets NaN, and the
     error names rank 1.
     """
-    timeout_s = 0.3
+    all_published, told = threading.Barrier(4, timeout=contract.LONG_S), threading.Event()
 
     def main(rank: int, local: LocalTransport, control: Control) -> tuple[bool, str]:
         transport = word_transport(local.shared, rank)
@@ -140,16 +171,14 @@ def test_a_peer_that_does_not_carry_poisons_what_is_read_from_it() -> None:
         exchange = transport.open(plans[rank])
         exchange.outbox().zero_()
         exchange.publish()
-        if rank == 1:
-            time.sleep(4 * timeout_s)
-            transport.abort("asleep")
-            return True, ""
-        for t in (1, 2):
+        all_published.wait()
+        for t in (1, 2) if rank != 1 else ():
             exchange.fetch(t).wait()
         if rank:
-            time.sleep(4 * timeout_s)
+            assert told.wait(contract.LONG_S)
             transport.abort("done")
             return True, ""
+        control.timeout_s = 0.3
         handle = exchange.fetch(3)
         view = handle._view
         assert view is not None and handle._mark is not None
@@ -157,9 +186,10 @@ def test_a_peer_that_does_not_carry_poisons_what_is_read_from_it() -> None:
             time.sleep(0.01)
         with pytest.raises(PeerError, match=r"rank 1: no copy of lap 1 within") as lost:
             handle.wait()
+        told.set()
         return bool(torch.isnan(view.view(torch.bfloat16)).all()), str(lost.value)
 
-    all_nan, message = run_ranks(4, main, timeout_s)[0]
+    all_nan, message = run_ranks(4, main, contract.LONG_S)[0]
     assert all_nan and "step 3" in message
 
 

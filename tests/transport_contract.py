@@ -39,7 +39,7 @@ from ringfa4.wire import PLAIN, Direction, Geometry
 Domains = tuple[tuple[int, ...], ...]
 
 WORLDS = (1, 2, 3, 5)
-LONG_S = 30.0
+LONG_S = 60.0
 """Timeout of tests in which nobody may run into it."""
 
 
@@ -358,6 +358,7 @@ def aborted(rank: int, transport: Transport, control: Control) -> int:
     """After abort() everything is refused, saying why; close() does not wait for anybody."""
     plans = full(transport.world, 256, backward=True)
     make_call(transport, control, plans, 0)
+    control.gather(b"all have ended the first call")
     exchange = transport.open(plans[rank])
     outbox = exchange.outbox()
     transport.abort("the lights went out")

@@ -43,7 +43,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-START_S = 60.0
+START_S = RUN_S = 100.0
+"""Nothing takes that long, on a slow machine either: a rank hangs. pytest ends tests at 120 s."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Pool:
         return Path(self._logs.name) / f"rank{rank}.stacks"
 
     def run(
-        self, function: str, kwargs: Mapping[str, Any] | None = None, *, timeout_s: float = 60.0
+        self, function: str, kwargs: Mapping[str, Any] | None = None, *, timeout_s: float = RUN_S
     ) -> list[Any]:
         """Results of ``function`` ("module:name") by rank."""
         outcomes = self.outcomes(function, kwargs, timeout_s=timeout_s)
@@ -112,7 +113,7 @@ class Pool:
         return [o.value for o in outcomes]
 
     def outcomes(
-        self, function: str, kwargs: Mapping[str, Any] | None = None, *, timeout_s: float = 60.0
+        self, function: str, kwargs: Mapping[str, Any] | None = None, *, timeout_s: float = RUN_S
     ) -> list[Outcome]:
         """How ``function`` ended on each rank. RanksFailed when a rank is still busy after the
         timeout."""
@@ -150,14 +151,21 @@ class Pool:
     def _dump(self, ranks: list[int], seconds: float) -> dict[int, Outcome]:
         for rank in ranks:
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        time.sleep(0.5)  # faulthandler writes from the signal handler; there is nothing to wait on
         self.alive = False
-        stacks = {rank: self._log(rank).read_text() for rank in ranks}
+        stacks = self._stacks(ranks)
         self.close()
         return {
             rank: Outcome(rank, seconds, None, "Timeout", "was still busy; it stood here:", stack)
             for rank, stack in stacks.items()
         }
+
+    def _stacks(self, ranks: list[int]) -> dict[int, str]:
+        """What faulthandler writes from the signal handler, once it writes no more."""
+        stacks, before, deadline = dict.fromkeys(ranks, ""), {}, time.monotonic() + 20.0
+        while (stacks != before or not all(stacks.values())) and time.monotonic() < deadline:
+            time.sleep(0.2)
+            before, stacks = stacks, {rank: self._log(rank).read_text() for rank in ranks}
+        return stacks
 
     def leave(self, timeout_s: float) -> list[int | None]:
         """Let the processes end by themselves; their exit codes, None for those that do not."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rings import Case
 from torch import Tensor
+from transport_contract import LONG_S, oversleep
 
 from ringfa4 import ContextParallel, close_contexts
 from ringfa4.ring import backward, forward
@@ -71,16 +71,19 @@ def bad_length() -> str:
 
 
 def dies(when: str) -> str:
-    """Rank 1 is killed or sleeps in mid-call; what the others are told."""
-    cp = ContextParallel(seq_len=64 * dist.get_world_size(), mask="full", timeout_s=3.0)
+    """Rank 1 is killed, sleeps until rank 0 gives it up, or raises; what the others are told."""
+    cp = ContextParallel(seq_len=64 * dist.get_world_size(), mask="full", timeout_s=LONG_S)
+    control = cp.context.control
     x = torch.ones(1, 64, 1, 32)
     cp.attention(x, x, x)
     if dist.get_rank() == 1:
         if when == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if when == "late":
-            time.sleep(5.0)
+            oversleep(control)
             return "slept"
         raise FloatingPointError("not today")
+    if dist.get_rank() == 0 and when != "killed":
+        control.timeout_s = 0.5  # it waits for the next rank first
     cp.attention(x, x, x)
     raise AssertionError("the call ended although rank 1 was not there")
