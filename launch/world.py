@@ -30,6 +30,10 @@ from ringfa4.launch.peers import Alone, Peers, Processes, Threads
 
 T = TypeVar("T")
 
+SAY_S = 20.0
+"""How long the other ranks leave it to rank 0 to say what is wrong. torchrun ends them as soon as
+rank 0 has ended, so only a rank 0 that says nothing costs this time."""
+
 
 def environment() -> tuple[int, int, int]:
     """(rank, world, local rank) from torchrun, or (0, 1, 0)."""
@@ -105,4 +109,4 @@ def _complain(rank: int, message: str) -> None:
     if rank == 0:
         print(message, file=sys.stderr, flush=True)
     else:
-        time.sleep(1.0)
+        time.sleep(SAY_S)
