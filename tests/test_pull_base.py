@@ -62,18 +62,19 @@ class PullContract(InThreads):
     many_calls = 10
 
     def run_reopened(self, world: int, times: int, body: Callable[..., Any], **kwargs: Any) -> None:
-        """Lanes end a moment after their transport, so the threads are counted with patience."""
+        """Lanes end a moment after their transport, so they are waited for."""
 
         def main(rank: int, transport: Transport, control: Control) -> None:
             body(rank, transport, control, **kwargs)
             transport.close()
 
-        before, patience = threading.active_count(), time.monotonic() + 10.0
+        before = set(threading.enumerate())
         for _ in range(times):
             type(self).runner(world, main)
-        while threading.active_count() > before and time.monotonic() < patience:
-            time.sleep(0.01)
-        assert threading.active_count() <= before
+        deadline = time.monotonic() + contract.LONG_S
+        for thread in set(threading.enumerate()) - before:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        assert set(threading.enumerate()) <= before
 
 
 class TestEvents(PullContract):
@@ -239,10 +240,10 @@ def test_each_flag_is_needed(forgotten: Flag, monkeypatch: pytest.MonkeyPatch) -
             pace = contract.drifting(rank, call, 0.01)
             contract.make_call(transport, control, plans, call, pace=pace, agree=False)
 
-    runner(word_transport, 0.01)(len(plans), calls, 20.0)
+    runner(word_transport, 0.01)(len(plans), calls, contract.LONG_S)
     monkeypatch.setattr(PullTransport, "wait", careless)
     with pytest.raises(AssertionError):
-        runner(word_transport, 0.01)(len(plans), calls, 20.0)
+        runner(word_transport, 0.01)(len(plans), calls, contract.LONG_S)
 
 
 def test_the_turn_passes_over_who_is_not_ready() -> None:

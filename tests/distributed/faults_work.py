@@ -50,7 +50,7 @@ def loss_of(
 def gradients(cu: list[int] | None) -> dict[str, Any]:
     """Loss, gradients and their norm of one step, by the recipe of examples/: the same for any
     number of ranks."""
-    cp = ContextParallel(cu_seqlens=cu, seq_len=64, timeout_s=20.0)
+    cp = ContextParallel(cu_seqlens=cu, seq_len=64, timeout_s=60.0)
     tokens = (torch.arange(128) * 7 % VOCABULARY).view(2, 64)
     model = TinyModel(cp)
     total, count = loss_of(model, cp, tokens, tokens)
@@ -74,7 +74,7 @@ def cycles(count: int) -> dict[str, int]:
     for cycle in range(count):
         if cycle == count // 4:
             before = _held()
-        cp = ContextParallel(seq_len=512, timeout_s=20.0)
+        cp = ContextParallel(seq_len=512, timeout_s=60.0)
         cp.attention(x, x, x).sum().backward()
         close_contexts()
     return {name: value - before[name] for name, value in _held().items()}

@@ -144,7 +144,7 @@ class Pool:
             return pickle.loads(connection.recv_bytes())
         except EOFError:
             self.alive = False
-            self._processes[rank].join(5)
+            self._processes[rank].join(20)
             code = self._processes[rank].exitcode
             return Outcome(rank, seconds, error="Killed", message=f"exit code {code}")
 
@@ -183,7 +183,7 @@ class Pool:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.join(5)
+            process.join(20)
             process.close()
         for connection in self._connections:
             connection.close()

@@ -18,7 +18,7 @@ from ringfa4.ring import backward, forward
 
 def ring(case: Case, group: Any = None) -> dict[str, tuple[Tensor, Tensor]]:
     """This rank's part of every tensor and its positions: name -> (positions, part)."""
-    cp = ContextParallel(group, mask=case.mask, timeout_s=20.0, **case.options)
+    cp = ContextParallel(group, mask=case.mask, timeout_s=LONG_S, **case.options)
     whole = case.tensors()
     qpos, kpos = cp.positions(side="q"), cp.positions(side="k")
     q, dout = whole["q"][:, qpos], whole["dout"][:, qpos]
@@ -61,7 +61,7 @@ def layers_and_objects(count: int) -> int:
 
 def bad_length() -> str:
     """Rank 1 passes one token too many."""
-    cp = ContextParallel(seq_len=8 * dist.get_world_size(), timeout_s=10.0)
+    cp = ContextParallel(seq_len=8 * dist.get_world_size(), timeout_s=LONG_S)
     x = torch.ones(1, 8 + (dist.get_rank() == 1), 1, 32)
     try:
         cp.attention(x, x, x)

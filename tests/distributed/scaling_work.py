@@ -48,7 +48,7 @@ def bench(**more: Any) -> Bench:
     usual = {
         "context": context, "peers": Processes(CPU), "head_dim": 32, "dtype": torch.float32,
         "backward": True, "repeat": 2, "burst": 2, "row_seconds": 60.0, "check_rows": 8, "seed": 0,
-        "timeout_s": 20.0,
+        "timeout_s": 60.0,
     }  # fmt: skip
     return Bench(**usual | more)  # type: ignore[arg-type]
 

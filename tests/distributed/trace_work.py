@@ -18,7 +18,7 @@ from ringfa4.trace import Recorder
 
 def traced(seq: int) -> dict[str, Any]:
     """The trace of one forward and backward, as this rank puts it together."""
-    context = context_for(timeout_s=30.0)
+    context = context_for(timeout_s=60.0)
     cp = ContextParallel(context, seq_len=seq)
     x = torch.randn(1, len(cp.positions()), 2, 32)
     ring = cp.problem.ring(x, x, x, backward=True)
@@ -34,7 +34,7 @@ def traced(seq: int) -> dict[str, Any]:
 
 def benched(seq: int) -> tuple[Any, Any, list[int]]:
     """Costs of a direct call and of a traced ring, and whose events came along."""
-    context = context_for(timeout_s=30.0)
+    context = context_for(timeout_s=60.0)
     peers, clock = Processes(context.device), CpuClock()
     common = Common(
         head_dim=32,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -76,16 +75,18 @@ def run_processes(
 
     ``group_timeout_s``: when the watchdog of NCCL ends a process that waits for a peer.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    import torch.distributed as dist
+
+    # As torchrun's agent has it: it outlives any rank, and its port is nobody else's meanwhile.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     work = json.dumps([asdict(job) for job in jobs])
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         logs = [Path(folder, f"rank{rank}") for rank in range(world)]
         ranks = []
         for rank, log in enumerate(logs):
-            names = {"RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
+            names = {"RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": store.port}
+            names |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
             names = {name: str(value) for name, value in names.items()}
             names |= {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": path}
             said = [transport, work, str(log), str(group_timeout_s)]
