@@ -169,11 +169,17 @@ class Context:
             self.transport.abort(reason)
 
     def close(self) -> None:
-        """Release buffers and the side channel. Collective after a clean run."""
-        if self.broken is None:
-            self.transport.close()
-            self.broken = "it was closed"
-        self.control.close()
+        """Release buffers and the side channel. Collective after a clean run.
+
+        Raises PeerError, on every rank, when the last call did not end well on one.
+        """
+        try:
+            if self.broken is None:
+                with self.guard():
+                    self.transport.close()
+                self.broken = "it was closed"
+        finally:
+            self.control.close()
 
 
 _contexts: dict[tuple[Any, str, str], Context] = {}

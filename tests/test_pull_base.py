@@ -141,6 +141,7 @@ def test_a_call_that_was_let_pass_does_not_end_well(what: str) -> None:
         exchange = transport.open(plans[rank])
         if rank == 1:
             assert told.wait(contract.LONG_S)
+            assert (control.failure() is not None) == (what == "close"), "the context reports it"
             transport.abort("asleep")
             return
         control.timeout_s = 0.3
@@ -152,7 +153,7 @@ def test_a_call_that_was_let_pass_does_not_end_well(what: str) -> None:
         control.timeout_s = contract.LONG_S
         larger = contract.full(2, 4096, backward=False)[rank]
         with pytest.raises(PeerError, match=r"rank 1: no published records within 0\.3 s"):
-            transport.close() if what == "close" else transport.open(larger)
+            Context(transport, control).close() if what == "close" else transport.open(larger)
         told.set()
 
     run_ranks(2, main, contract.LONG_S)
