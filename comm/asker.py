@@ -24,13 +24,16 @@ T = TypeVar("T")
 
 class _Question(Generic[T]):
     def __init__(self, question: Callable[[], T]) -> None:
-        self.question = question
+        self._question: Callable[[], T] | None = question
         self.answer: T | None = None
         self.done = threading.Event()
 
     def run(self) -> None:
+        # An asker keeps its last question, which must not keep who asked, with its connections.
+        question, self._question = self._question, None
+        assert question is not None, "asked twice"
         try:
-            self.answer = self.question()
+            self.answer = question()
         except RuntimeError:  # torch's way to say that the store is gone
             return
         finally:

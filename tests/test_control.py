@@ -6,7 +6,9 @@ the store-based one does on its own.
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 from distributed.pool import gloo_pool
@@ -104,6 +106,28 @@ def test_an_asker_gives_answers_and_forgets_errors() -> None:
     asker.close()
     asker.close()
     assert not thread.is_alive()
+
+
+def test_a_question_that_was_answered_keeps_nobody() -> None:
+    """Who asks owns the asker: in a circle, its connections would stay open until a collection."""
+
+    class Curious:
+        def __init__(self) -> None:
+            self.asker = Asker(10.0)
+
+        def wonder(self) -> int:
+            return 3
+
+    curious = Curious()
+    assert curious.asker.ask(curious.wonder) == 3
+    gone = weakref.ref(curious)
+    curious.asker.close()
+    gc.disable()
+    try:
+        del curious
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_an_unanswered_question_costs_its_patience_once() -> None:
