@@ -27,7 +27,7 @@ begun.wait()
 def test_a_process_ends_in_order_while_a_thread_copies() -> None:
     """Without being told, the thread ends in "terminate called without an active exception"."""
     done = subprocess.run(
-        [sys.executable, "-c", COPIES], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", COPIES], capture_output=True, text=True, timeout=200
     )
     assert (done.returncode, done.stderr) == (0, "")
 

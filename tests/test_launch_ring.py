@@ -173,7 +173,7 @@ def torchrun(*argv: str) -> subprocess.CompletedProcess[str]:
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
             str(ROOT / "launch" / "ring.py"), *argv,
         ],
-        capture_output=True, text=True, timeout=100,
+        capture_output=True, text=True, timeout=200,
     )  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def _build(source: Path, out: Path, what: str) -> Path:
     """Run the build backend on ``source`` as pip does, without its isolated environment."""
     code = f"from setuptools import build_meta; print(build_meta.build_{what}({str(out)!r}))"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     return out / done.stdout.splitlines()[-1]
@@ -100,6 +100,6 @@ def test_the_wheel_imports_from_anywhere(wheel: Path, tmp_path: Path) -> None:
     )
     for cwd in (ROOT, tmp_path):
         done = subprocess.run(
-            [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=100
+            [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=200
         )
         assert done.returncode == 0, f"from {cwd}: {done.stderr}"

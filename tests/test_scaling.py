@@ -683,7 +683,7 @@ def _torchrun(*argv: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", *run, str(ROOT / "launch" / "bench.py"), "--scaling", *argv]
     names = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     return subprocess.run(
-        command, env=os.environ | names, capture_output=True, text=True, timeout=100
+        command, env=os.environ | names, capture_output=True, text=True, timeout=200
     )
 
 

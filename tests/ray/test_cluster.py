@@ -264,7 +264,7 @@ def test_the_command_writes_what_torchrun_writes(
     files = ["--json", "-", "--trace", str(tmp_path / "trace"), "--check"]
     done = subprocess.run(
         [*command, *files, "--address", cluster.address, "--nodes", "2"],
-        capture_output=True, text=True, timeout=100,
+        capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "check passed" in done.stderr and "domain 1  rank 1  127.0.0." in done.stderr
@@ -276,7 +276,7 @@ def test_the_command_writes_what_torchrun_writes(
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     subprocess.run(
         [*torchrun, str(ROOT / "launch" / "ring.py"), *text, str(tmp_path / "torchrun")],
-        check=True, capture_output=True, timeout=100,
+        check=True, capture_output=True, timeout=200,
     )  # fmt: skip
     assert (tmp_path / "ray").read_bytes() == (tmp_path / "torchrun").read_bytes()
     assert_gone([])
