@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 from distributed.pool import gloo_pool
+from transport_contract import LONG_S
 
 from ringfa4.comm.asker import Asker
 from ringfa4.comm.control import SoloControl, open_control
@@ -83,6 +84,15 @@ def test_a_store_that_never_answers_does_not_keep_anybody() -> None:
         said = pool.run("distributed.work_p2p:with_a_silent_store")
     assert said[0] == "did not come"
     assert said[1].startswith("rank 0: no answer to message 1 within 1 s"), said
+
+
+def test_who_hears_of_a_failure_leaves_at_once() -> None:
+    """Though the rank it waits for is silent, and the next one's connection is closed already."""
+    with gloo_pool(3) as pool:
+        said = pool.run("distributed.work_p2p:beside_a_silent_rank", timeout_s=LONG_S / 2)
+    late = "rank 1: no answer to message 1 within 0.3 s"
+    assert said[:2] == [late, ""]
+    assert said[2].startswith(f"rank 0: {late}"), said
 
 
 def test_a_broken_channel_refuses() -> None:

@@ -260,6 +260,25 @@ def with_a_silent_store() -> str:
     return told
 
 
+def beside_a_silent_rank() -> str:
+    """Rank 1 says nothing and keeps its connections. Rank 0 gives it up and closes its own; rank 2,
+    which waits for rank 1 too, hears of it and leaves. What each is told."""
+    control = open_control(dist.group.WORLD, contract.LONG_S)
+    rank = dist.get_rank()
+    if rank == 0:
+        control.timeout_s = 0.3
+    told = ""
+    if rank != 1:
+        try:
+            control.gather(b"")
+        except PeerError as error:
+            told = str(error)
+            control.report(told)
+    dist.barrier()
+    control.close()
+    return told
+
+
 def gather_after_report() -> str:
     control = open_control(dist.group.WORLD, contract.LONG_S)
     control.report("it hurts")
