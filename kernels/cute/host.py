@@ -203,13 +203,16 @@ def merge(
 _merge_spec = lru_cache(maxsize=256)(MergeSpec.of)
 
 
-def accumulates(sum: Tensor, x: Tensor) -> bool:
+def accumulates(sum: Tensor, x: Tensor, *, first: bool) -> bool:
     """Whether :func:`accumulate` takes these."""
-    return sum.dtype == torch.float32 and takes(sum) and takes(x)
+    fits = sum.dtype == torch.float32 or (first and sum.dtype == x.dtype)
+    return fits and takes(sum) and takes(x)
 
 
 def accumulate(sum: Tensor, x: Tensor, *, first: bool) -> None:
-    """x (b, n, h, d) into sum (b, n, h, d), fp32; ``first`` assigns."""
+    """x (b, n, h, d) into sum (b, n, h, d), fp32; ``first`` assigns, then also to x's own dtype."""
+    if first and sum.dtype == x.dtype:  # nothing is added: words as they are
+        sum, x = sum.view(torch.float32), x.view(torch.float32)
     batch, tokens, heads, d = x.shape
     spec = AccumulateSpec(DTYPES[x.dtype], d, first)
     blocks = -(-tokens * heads * (d // RUN) // (spec.THREADS * spec.UNITS))
