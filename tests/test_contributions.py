@@ -155,9 +155,8 @@ def by_definition(case: Case, got: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     geometry = Geometry(case.batch, case.heads[1], *case.dims, case.dtype)
 
     def positions(rank: int) -> Tensor:
-        return torch.cat(
-            [torch.arange(c.start, c.stop, c.stride) for c in sharding.shards[rank].chunks]
-        )
+        runs = [torch.arange(c.start, c.stop, c.stride) for c in sharding.shards[rank].chunks]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *runs])
 
     def part(rank: int, t: int) -> Tensor:
         """fp32 (b, n, h, dk + dv) of the owner's tokens."""
@@ -181,7 +180,8 @@ def by_definition(case: Case, got: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         kernel.backward(queries, records, step.tasks, case.dims[0] ** -0.5, grads)
         grads.end()
         chunks = [sums.keys_values(c, 0, chunk.count) for c, chunk in enumerate(shard.chunks)]
-        return torch.cat([torch.cat(pair, -1) for pair in chunks], 1)
+        none = torch.empty(case.batch, 0, case.heads[1], sum(case.dims))
+        return torch.cat([none, *(torch.cat(pair, -1) for pair in chunks)], 1)
 
     whole = torch.zeros(case.batch, mask.seq_k, case.heads[1], sum(case.dims))
     laps, turns = plan.order.count, plan.order.size
