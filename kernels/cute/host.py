@@ -211,15 +211,15 @@ def accumulates(sum: Tensor, x: Tensor, *, first: bool) -> bool:
 
 def accumulate(sum: Tensor, x: Tensor, *, first: bool) -> None:
     """x (b, n, h, d) into sum (b, n, h, d), fp32; ``first`` assigns, then also to x's own dtype."""
-    if first and sum.dtype == x.dtype:  # nothing is added: words as they are
-        sum, x = sum.view(torch.float32), x.view(torch.float32)
     batch, tokens, heads, d = x.shape
-    spec = AccumulateSpec(DTYPES[x.dtype], d, first)
+    dtype, size, into = DTYPES[x.dtype], x.element_size(), sum.element_size()
+    if first and sum.dtype == x.dtype:  # nothing is added: words of 32 bits, as they are
+        dtype, d = "fp32", d * size // 4
+    spec = AccumulateSpec(dtype, d, first)
     blocks = -(-tokens * heads * (d // RUN) // (spec.THREADS * spec.UNITS))
-    size = x.element_size()
     _launch(
         spec, x.device, (blocks, batch, 1),
-        sum.data_ptr(), *(sum.stride(n) * 4 for n in (0, 1, 2)),
+        sum.data_ptr(), *(sum.stride(n) * into for n in (0, 1, 2)),
         x.data_ptr(), *(x.stride(n) * size for n in (0, 1, 2)), tokens, heads,
     )  # fmt: skip
 
