@@ -265,8 +265,8 @@ class NativeKernel(BlockKernel):
         """dQ, dK, dV of a band that starts at (0, 0), in any dtype."""
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """bf16, in which the libraries return them, for bf16. fp16 has not the range for it: a step
-        may add up several results of up to 65504.
+        """bf16, as the libraries return them, for bf16. fp16 lacks the range: a step may add up
+        several results of up to 65504.
         """
         return dtype if dtype == torch.bfloat16 else super().gradient_dtype(dtype)
 

@@ -134,7 +134,7 @@ SEVERAL = {
     "causal": (masks.causal(900), "zigzag"),
     "striped": (masks.prefix_lm(500, 100), "striped"),
     "documents": (masks.documents([0, 130, 130, 160, 389, 700], causal=False), "balanced"),
-    "rows": (masks.stack([masks.causal(600), masks.full(600)]), "zigzag"),
+    "rows": (masks.stack([masks.causal(400), masks.full(400)]), "zigzag"),
     "uneven": (masks.causal(500), shardings.uneven([310, 0, 150, 40])),
 }
 
@@ -226,10 +226,10 @@ def test_where_the_order_is_that_of_the_flat_ring_so_are_the_bits(
     ("kernel", "topology"), [("cpu", None), ("cpu", PAIRS), (None, None)], ids=str
 )
 @pytest.mark.parametrize("name", SEVERAL)
-def test_bf16_gradients_are_as_good_as_a_kernels_of_the_field(
+def test_bf16_gradients_are_within_the_bound_of_every_ring(
     name: str, kernel: str | None, topology: Topology | None, chosen: Chosen
 ) -> None:
-    """The bound of all ring tests: twice the error of plain bf16 attention, and a few roundings."""
+    """Twice the error of plain bf16 attention, and a few roundings."""
     case = several(name, topology, dtype=BF16, dlse=True, sink=True)
     if kernel is None:
         chosen(Library(BF16))
