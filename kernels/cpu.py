@@ -99,6 +99,10 @@ class CpuKernel(BlockKernel):
             return f"{spec.heads_q=} is not a multiple of {spec.heads_kv=}"
         return None
 
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """That of the native call, which returns them so."""
+        return COMPUTE[dtype]
+
     def prepare(self, q: Tensor, shard: Shard) -> CpuQueries:
         return CpuQueries(q, shard, q.to(COMPUTE[q.dtype]).transpose(1, 2))
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from ringfa4.plan import Task
 from ringfa4.shard import Shard
 from ringfa4.state import Grads, State
-from ringfa4.wire import EncodedShard
+from ringfa4.wire import EncodedShard, sum_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,15 @@ class BlockKernel(ABC):
     def supports(self, spec: KernelSpec) -> str | None:
         """None, or the reason for refusing: what was asked, and what is supported."""
 
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """In which dtype dK and dV of inputs in ``dtype`` travel to their owner: all that the
+        kernel's results hold, or as wide as sums (the default).
+
+        Single parts may be given wider; they are rounded once a step, after they are added up. It
+        must have the range of sums: what is finite there may not overflow on the way.
+        """
+        return sum_dtype(dtype)
+
     @abstractmethod
     def prepare(self, q: Tensor, shard: Shard) -> Queries:
         """Operands of the forward pass. q (b, s, heads_q, dk), any strides."""
@@ -108,4 +117,4 @@ class BlockKernel(ABC):
         scale: float,
         grads: Grads,
     ) -> None:
-        """Add dQ, dK, dV of ``tasks`` into ``grads`` (fp32)."""
+        """Add dQ, dK, dV of ``tasks`` into ``grads``."""

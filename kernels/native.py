@@ -264,6 +264,12 @@ class NativeKernel(BlockKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK, dV of a band that starts at (0, 0), in any dtype."""
 
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """bf16, as the libraries return them, for bf16. fp16 lacks the range: a step may add up
+        several results of up to 65504.
+        """
+        return dtype if dtype == torch.bfloat16 else super().gradient_dtype(dtype)
+
     def cut(self, band: Band) -> Iterator[Band]:
         """Disjoint trimmed bands whose union is ``band`` (which starts at (0, 0)), each a call."""
         yield band

@@ -26,7 +26,6 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,7 +42,7 @@ from ringfa4.mx.wire import MXFP8, MxShard
 from ringfa4.plan import Plan, Step
 from ringfa4.shard import Chunk, Shard, contiguous, zigzag
 from ringfa4.state import Grads, State
-from ringfa4.wire import PLAIN, Direction, Geometry, RecordMap, gradient_wire
+from ringfa4.wire import PLAIN, Direction, Geometry, PlainWire, RecordMap, sum_dtype
 
 HEAD_DIM = 128
 KERNELS = ("fa4", "fa4-nondeterministic", "cuda_aten")
@@ -164,14 +163,17 @@ class Rank:
         record = self.wire.record_bytes(self.geometry, "forward")
         self.records = torch.empty(self.shard.records * record, dtype=torch.uint8, device=DEVICE)
         self.wire.encode(self.k, self.v, self.shard, self.records, "forward")
-        sums = gradient_wire(torch.bfloat16)
-        wide = replace(self.geometry, dtype=sums.dtype)
-        size = self.shard.records * sums.record_bytes(wide, "backward")
+        size = self.shard.records * PLAIN[torch.float32].record_bytes(self.geometry, "backward")
         self.slot = torch.empty(size, dtype=torch.uint8, device=DEVICE)
 
     def _steps(self) -> list[tuple[Step, RecordMap]]:
         shards = self.plan.k_sharding.shards
         return [(s, RecordMap(shards[s.owner], s.ranges)) for s in self.plan.steps(0) if s.tasks]
+
+    def _gradients(self, step: Step) -> PlainWire:
+        """The own are sums, others contributions in the kernel's dtype."""
+        bf16 = torch.bfloat16
+        return PLAIN[self.kernel.gradient_dtype(bf16) if step.index else sum_dtype(bf16)]
 
     def forward(self) -> tuple[Tensor, Tensor]:
         queries = self.kernel.prepare(self.q, self.shard)
@@ -186,7 +188,7 @@ class Rank:
         grads = Grads(1, len(self.shard), self.x.heads, HEAD_DIM, device=DEVICE)
         for step, where in self._steps():
             view = self.wire.view(self.geometry, where, self.records, "backward")
-            grads.begin(self.geometry, where, self.slot)
+            grads.begin(self._gradients(step).view(self.geometry, where, self.slot, "backward"))
             self.kernel.backward(queries, view, step.tasks, self.x.scale, grads)
             grads.end()
         return grads.finish()

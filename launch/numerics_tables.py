@@ -35,7 +35,7 @@ from ringfa4.plan import Plan
 from ringfa4.precondition import Precondition, row_sums, shift
 from ringfa4.shard import Chunk, Shard, contiguous
 from ringfa4.state import Grads, State
-from ringfa4.wire import Direction, EncodedShard, Geometry, RecordMap, gradient_wire, wire_format
+from ringfa4.wire import PLAIN, Direction, EncodedShard, Geometry, RecordMap, wire_format
 
 D = 128
 OUTLIERS = [3, 40, 77, 110]
@@ -163,7 +163,7 @@ def attend(
     merged into it.
     """
     block, pre = load_kernel(kernel), Precondition.parse(precondition)
-    form, sums_form = wire_format(wire, x.k.dtype), gradient_wire(torch.float32)
+    form, handed = wire_format(wire, x.k.dtype), block.gradient_dtype(x.k.dtype)
     seq, scale = x.q.shape[1], D**-0.5
     plan = Plan(mask or full(seq), contiguous(seq, ranks), contiguous(seq, ranks))
     shards = plan.k_sharding.shards
@@ -197,16 +197,16 @@ def attend(
         grads = Grads(1, len(shards[rank]), 1, D, device=x.q.device)
         for step in plan.steps(rank):
             where = RecordMap.whole(shards[step.owner])
-            fp32 = replace(geometry, dtype=torch.float32)
-            size = where.records * sums_form.record_bytes(fp32, "backward")
+            travels = PLAIN[handed if step.index else torch.float32]  # the own are sums
+            size = where.records * travels.record_bytes(geometry, "backward")
             box = torch.empty(size, dtype=torch.uint8)
-            grads.begin(geometry, where, box)
+            parts = travels.view(geometry, where, box, "backward")
+            grads.begin(parts)
             block.backward(operands, views["backward"][step.owner], step.tasks, scale, grads)
             grads.end()
             count = len(shards[step.owner])
-            parts = sums_form.view(fp32, where, box, "backward").keys_values(0, 0, count)
-            dk[:, owned[step.owner]] += parts[0]
-            dv[:, owned[step.owner]] += parts[1]
+            for total, part in zip((dk, dv), parts.keys_values(0, 0, count), strict=True):
+                total[:, owned[step.owner]] += part
         delta = (out[:, own].float() * x.dout[:, own].float()).sum(-1).transpose(1, 2)
         sums = row_sums(delta, given, None, None)
         dq[:, own] = pre.query_gradient(grads.finish(), mu, sums, scale)

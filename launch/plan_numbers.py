@@ -3,7 +3,8 @@
     step t of rank r:   pairs   (query, key) pairs that the mask allows, over batch rows, per head
                         bytes   records read from the source, at the wire's bytes a record
                         carried records brought over for the domain, where the topology has several
-                        returns dK/dV of the same records to the source, in fp32 (fp64 for fp64)
+                        returns dK/dV of the same records to the source, or a domain's sum of them
+                                to their owner
 
 Integers only, from :mod:`ringfa4.plan`; neither torch nor numpy, so a laptop plans for a cluster.
 The bytes of a record are written down once more here, from the layouts that
@@ -72,10 +73,20 @@ def record_bytes(wire: str, shape: Shape, *, backward: bool = False) -> int:
     return rows * size
 
 
-def gradient_bytes(wire: str, shape: Shape) -> int:
+def gradient_wire(wire: str, *, summed: bool = False) -> str:
+    """The plain wire in which dK and dV go back for K and V on ``wire``.
+
+    One step's are bf16 for bf16 inputs (of which MXFP8 is taken to be made), as all kernels but
+    ``reference`` and ``reference-mxfp8`` give them. Others, and what ranks have ``summed``: fp32.
+    """
+    if wire == "fp64":
+        return wire
+    return "bf16" if not summed and wire in ("bf16", *MX_WIRES) else "fp32"
+
+
+def gradient_bytes(wire: str, shape: Shape, *, summed: bool = False) -> int:
     """Bytes of 128 tokens of dK and dV on their way back."""
-    item = 8 if wire == "fp64" else 4
-    return RECORD * shape.batch * shape.heads_kv * (shape.dk + shape.dv) * item
+    return record_bytes(gradient_wire(wire, summed=summed), shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +95,7 @@ class Work:
 
     ``rows`` are the query rows that its tasks span: what a merge passes over. ``read`` are bytes
     read from ``source``, except where they were ``carried``, for the domain, from the owner.
-    ``returned`` go to ``taker``: in turn 0 of a lap, the sum of the lap before.
+    ``returned`` go to ``taker``: in turn 0 of a lap, the sum of the lap before (``summed``).
     """
 
     owner: int
@@ -97,13 +108,18 @@ class Work:
     carried: int
     returned: int
     taker: int | None
+    summed: bool = False
 
 
-def _work(plan: Plan, rank: int, t: int, rows: int, record: int, back: int) -> Work:
-    """Step ``t`` of ``rank``; ``back`` 0 in forward."""
+Back = tuple[int, int]
+"""Bytes of a record of dK/dV: of one step's, and of sums; 0 in forward."""
+
+
+def _work(plan: Plan, rank: int, t: int, rows: int, record: int, back: Back) -> Work:
+    """Step ``t`` of ``rank``."""
     tally, (lap, turn) = plan.tally(rank, t), plan.lap(t)
     own = t == 0 or (lap and turn == 0)
-    given = plan.returns(rank, t) if back and t else None
+    given = plan.returns(rank, t) if back[0] and t else None
     return Work(
         owner=plan.owner(rank, t),
         source=plan.source(rank, t),
@@ -113,16 +129,19 @@ def _work(plan: Plan, rank: int, t: int, rows: int, record: int, back: int) -> W
         records=tally.records,
         read=0 if own else tally.records * record,
         carried=_count(plan.carried(rank, lap)) * record if lap and turn == 0 else 0,
-        returned=_count(given.ranges) * back if given else 0,
+        returned=_count(given.ranges) * back[given.summed] if given else 0,
         taker=given.peer if given else None,
+        summed=given is not None and given.summed,
     )
 
 
-def _last_return(plan: Plan, rank: int, back: int) -> Work:
+def _last_return(plan: Plan, rank: int, back: Back) -> Work:
     """After the last step: the sum of the last lap goes home."""
     given = plan.returns(rank, plan.world)
-    returned, taker = (0, None) if given is None else (_count(given.ranges) * back, given.peer)
-    return Work(rank, rank, 0, 0, 0, 0, 0, 0, returned, taker)
+    if given is None:
+        return Work(rank, rank, 0, 0, 0, 0, 0, 0, 0, None)
+    returned = _count(given.ranges) * back[given.summed]
+    return Work(rank, rank, 0, 0, 0, 0, 0, 0, returned, given.peer, given.summed)
 
 
 def _count(ranges: Iterable[RecordRange]) -> int:
@@ -165,7 +184,9 @@ class Numbers:
         """
         shape = Shape() if shape is None else shape
         record = record_bytes(wire, shape, backward=backward)
-        back = gradient_bytes(wire, shape) if backward else 0
+        back = 0, 0
+        if backward:
+            back = gradient_bytes(wire, shape), gradient_bytes(wire, shape, summed=True)
         cuts = document_cuts(mask) if wire in MX_WIRES else ()
         plan = Plan(mask, sharding, sharding_k.split(cuts), topology)
         rows = shape.batch if mask.batch == 1 else 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ringfa4.kernels.interface import BlockKernel, KernelSpec, Queries
@@ -44,13 +45,16 @@ def slices(task: Task, batch: int, heads: int) -> Iterator[Task]:
 
 
 class _Around(BlockKernel):
-    """Another kernel's name, predicate and operands."""
+    """Another kernel's name, predicate, operands and dtype of gradients."""
 
     def __init__(self, kernel: BlockKernel) -> None:
         self.kernel, self.name = kernel, kernel.name
 
     def supports(self, spec: KernelSpec) -> str | None:
         return self.kernel.supports(spec)
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.kernel.gradient_dtype(dtype)
 
     def prepare(self, q: Tensor, shard: Shard) -> Queries:
         return self.kernel.prepare(q, shard)

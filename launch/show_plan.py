@@ -30,7 +30,7 @@ from ringfa4.launch.options import (
     require_folders,
     typed,
 )
-from ringfa4.launch.plan_numbers import WIRES, Numbers, Shape
+from ringfa4.launch.plan_numbers import WIRES, Numbers, Shape, gradient_wire
 from ringfa4.launch.sizes import bytes_text, parse_size, seconds_text, size_text
 from ringfa4.shard import by_name
 from ringfa4.topology import Topology
@@ -209,7 +209,10 @@ def summary(n: Numbers) -> list[tuple[str, ...]]:
         said += f"cross between them (without carrying: {bytes_text(without)})"
         rows.insert(4, ("domains", said))
     if n.backward:
-        rows.insert(6, ("dK/dV", f"{bytes_text(sum(n.returned))} returned to their owners in all"))
+        given, added = (gradient_wire(n.wire, summed=summed) for summed in (False, True))
+        form = given if n.plan.order.size in (1, n.world) else f"{given}, sums of domains {added}"
+        said = f"{bytes_text(sum(n.returned))} returned to their owners in all, in {form}"
+        rows.insert(6, ("dK/dV", said))
     return rows
 
 

@@ -235,10 +235,11 @@ class Bench:
             record_bytes(wire, shape, backward=numbers.backward)
             for wire in ("bf16", self.case.wire)
         )
-        returned = sum(s.grad_in.nbytes for s in ring.schedule(way).steps if s.grad_in)
+        came = sum(s.grad_in.nbytes for s in ring.schedule(way).steps if s.grad_in)
+        added = came * (1 + 2 * ring.sums.dtype.itemsize / ring.contribution.dtype.itemsize)
         rates = {
             f"{way}_{self.case.kernel}": numbers.flops(numbers.work[rank]) / compute / 1e12,
-            "copy_gbs": (records * (plain + encoded) + 3 * returned) / passes / 1e9,
+            "copy_gbs": (records * (plain + encoded) + added) / passes / 1e9,
             "step_us": 1e6 * (whole - compute - passes) / numbers.world,
         }
         return {name: self.mean(rate) for name, rate in rates.items()}

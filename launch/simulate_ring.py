@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ringfa4.launch.plan_numbers import Numbers, Shape, Work, record_bytes
+from ringfa4.launch.plan_numbers import Numbers, Shape, Work, gradient_bytes, record_bytes
 from ringfa4.launch.simulate_events import Link, Op, run
 from ringfa4.launch.simulate_machine import Machine
 
@@ -75,6 +75,7 @@ class Costs:
         self._encoded = record_bytes(numbers.wire, shape, backward=numbers.backward)
         self.converts = numbers.wire.startswith("mxfp8") != (setting.kernel == "mxfp8")
         self._converted = record_bytes(setting.kernel, shape, backward=numbers.backward)
+        self._returned = [gradient_bytes(numbers.wire, shape, summed=n) for n in (False, True)]
 
     def kernel(self, work: Work) -> float:
         return self.numbers.flops(work.pairs) / self.flops_per_s + self.step_s
@@ -83,17 +84,20 @@ class Costs:
         """How much longer a kernel takes beside transfers of ``nbytes``."""
         return self.drag * nbytes / self.link
 
-    def merge(self, work: Work, *, first: bool) -> float:
-        """Forward: the partial in (2 B), acc in and out (4 + 4 B) once for ``at_once`` of them.
-        Backward: the kernel's dQ (2 B) into a sum (4 + 4 B), dK/dV from 2 B to 4 B.
+    def merge(self, work: Work, t: int) -> float:
+        """Of step ``t``. Forward: the partial in (2 B), acc in and out (4 + 4 B) once for
+        ``at_once`` of them. Backward: the kernel's dQ (2 B) into a sum (4 + 4 B), its dK/dV (2 B)
+        to where they leave from, or into a sum of this rank's.
         """
         if self.setting.fused:
             return 0.0
         shape = self.numbers.shape
         if not self.numbers.backward:
             return work.rows * shape.heads * shape.dv * (2 + 8 / self.setting.at_once) / self.copy
-        moved = work.rows * shape.heads * shape.dk * (6 if first else 10)
-        moved += work.records * record_bytes("fp32", shape) * 6 // 4
+        moved = work.rows * shape.heads * shape.dk * (10 if t else 6)
+        order = self.numbers.plan.order
+        summed = t == 0 or (t % order.size == 0 and order.size > 1)
+        moved += work.records * (self._plain + self._returned[summed])
         return moved / self.copy
 
     def convert(self, work: Work) -> float:
@@ -112,9 +116,14 @@ class Costs:
             queries += rows * shape.dv * (7 if self.setting.kernel == "mxfp8" else 4)
         return (records * (self._plain + self._encoded) + queries) / self.copy
 
-    def reduce(self, nbytes: int) -> float:
-        """A contribution read and added to what is there."""
-        return 3 * nbytes / self.copy
+    def reduce(self, work: Work) -> float:
+        """What ``work`` returned, read and added to what is there."""
+        each, sums = self._returned[work.summed], self._returned[True]
+        return work.returned * (1 + 2 * sums / each) / self.copy
+
+    def leave(self, work: Work) -> float:
+        """A lap's sum from where it was added up to the slot that it is sent from."""
+        return 2 * work.returned / self.copy
 
     def finish(self, rank: int) -> float:
         """Backward: dQ, dK and dV rounded. The last merge of forward divides and rounds too."""
@@ -272,7 +281,7 @@ class _Ring:
             seconds = self.costs.kernel(work) + self.costs.slowed(self.beside(rank, t))
             self.work("kernel", rank, t, seconds, after)
             if not self.setting.fused:
-                self.work("merge", rank, t, self.costs.merge(work, first=t == 0))
+                self.work("merge", rank, t, self.costs.merge(work, t))
 
     def beside(self, rank: int, t: int) -> int:
         """Bytes that move while ``rank`` computes step ``t``: what was begun just before."""
@@ -290,9 +299,9 @@ class _Ring:
         """dK/dV of step ``t`` on their way."""
         if self.numbers.plan.lap(t)[1] == 0:
             for rank in self.ranks:  # the sum of a lap goes from where it was added up to its slot
-                returned = self.numbers.steps[rank][t].returned
-                if returned:
-                    self.work("reduce", rank, t, self.costs.reduce(returned) * 2 / 3)
+                work = self.numbers.steps[rank][t]
+                if work.returned:
+                    self.work("reduce", rank, t, self.costs.leave(work))
         here = list(self.compute)
         for rank in self.ranks:
             work = self.numbers.steps[rank][t]
@@ -319,7 +328,7 @@ class _Ring:
         for rank in self.ranks:
             op = self.coming[rank].pop(t, None)
             if op is not None:
-                seconds = self.costs.reduce(op.nbytes)
+                seconds = self.costs.reduce(self.numbers.steps[op.rank][t])
                 self.released[rank].append(self.work("reduce", rank, t, seconds, [op]))
 
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from ringfa4 import ring
 from ringfa4.context import Context
 from ringfa4.problem import Problem, check_sink, softmax_scale
-from ringfa4.ring import sum_dtype
 from ringfa4.shard import Shard, Sharding
+from ringfa4.wire import sum_dtype
 
 _problems: WeakValueDictionary[int, Problem] = WeakValueDictionary()
 _handles = itertools.count()

@@ -102,11 +102,15 @@ class Step:
 
 
 class Return(NamedTuple):
-    """dK/dV of ``ranges`` of ``owner``'s shard, handed to ``peer``: the owner, or who carried."""
+    """dK/dV of ``ranges`` of ``owner``'s shard, handed to ``peer``: the owner, or who carried.
+
+    ``summed``: they are the sum of a domain's parts, not one rank's own.
+    """
 
     peer: int
     owner: int
     ranges: tuple[RecordRange, ...]
+    summed: bool
 
 
 class Tally(NamedTuple):
@@ -237,10 +241,10 @@ class Plan:
         lap, turn = self.lap(index)
         if turn == 0 and index:
             owner = self.order.peer(rank, 1 - lap, 0)
-            found = Return(owner, owner, self.carried(rank, lap - 1))
+            found = Return(owner, owner, self.carried(rank, lap - 1), self.order.size > 1)
         else:
             ranges = self.ranges(rank, index)
-            found = Return(self.source(rank, index), self.owner(rank, index), ranges)
+            found = Return(self.source(rank, index), self.owner(rank, index), ranges, False)
         return found if found.ranges else None
 
     def giver(self, rank: int, index: int) -> int:

@@ -31,9 +31,20 @@ from ringfa4.kernels.interface import BlockKernel
 from ringfa4.plan import Plan, Step
 from ringfa4.precondition import NONE, Precondition, row_sums, shift
 from ringfa4.schedule import schedule
-from ringfa4.state import Grads, State
+from ringfa4.shard import RECORD
+from ringfa4.state import Grads, State, add_into
 from ringfa4.trace import NAMED, Observer
-from ringfa4.wire import Direction, EncodedShard, Geometry, RecordMap, WireFormat, gradient_wire
+from ringfa4.wire import (
+    PLAIN,
+    Direction,
+    EncodedShard,
+    Geometry,
+    PlainShard,
+    PlainWire,
+    RecordMap,
+    WireFormat,
+    sum_dtype,
+)
 
 _AGREED = ("fetch_bytes", "grad_bytes", "carry_bytes")
 """Capacities of a schedule that are the maxima over ranks."""
@@ -92,9 +103,19 @@ class Ring:
         """This rank's own transfers (capacities not yet agreed). Cached."""
         if direction not in self._schedules:
             self._schedules[direction] = schedule(
-                self.plan, self.rank, self.wire, self.geometry, direction
+                self.plan, self.rank, self.wire, self.geometry, direction, self.contribution.dtype
             )
         return self._schedules[direction]
+
+    @cached_property
+    def contribution(self) -> PlainWire:
+        """How the dK/dV of one step look on their way: in the dtype that the kernel says."""
+        return PLAIN[self.kernel.gradient_dtype(self.geometry.dtype)]
+
+    @cached_property
+    def sums(self) -> PlainWire:
+        """How dK/dV look where they are added up."""
+        return PLAIN[sum_dtype(self.geometry.dtype)]
 
     @cached_property
     def _maps(self) -> dict[tuple[int, bool], RecordMap]:
@@ -115,20 +136,21 @@ class Ring:
         return self._maps[key]
 
     @cached_property
-    def _given(self) -> dict[int, tuple[tuple[int, int], ...]]:
+    def _given(self) -> dict[int, tuple[torch.dtype, tuple[tuple[int, int], ...]]]:
         return {}
 
-    def given(self, t: int) -> tuple[tuple[int, int], ...]:
-        """(byte offset, bytes) in the sum they belong to, of the dK/dV that reach this rank in step
-        ``t``. Cached.
+    def given(self, t: int) -> tuple[torch.dtype, tuple[tuple[int, int], ...]]:
+        """Of the dK/dV that reach this rank in step ``t``: their dtype, and where they belong in
+        the sum, as (offset, count) in elements. Cached.
         """
         if t not in self._given:
             plan, (lap, turn) = self.plan, self.plan.lap(t)
             back = plan.returns(plan.giver(self.rank, t), t)
             assert back is not None and back.peer == self.rank, "what came was due"
             begun = plan.step(self.rank, t - turn if lap and turn else 0)
-            record = gradient_wire(self.geometry.dtype).record_bytes(self.geometry, "backward")
-            self._given[t] = self.records(begun).inside(back.ranges, record)
+            wire = self.sums if back.summed else self.contribution
+            record = wire.record_bytes(self.geometry, "backward") // wire.dtype.itemsize
+            self._given[t] = wire.dtype, self.records(begun).inside(back.ranges, record)
         return self._given[t]
 
     def agree(self, direction: Direction, call: Mapping[str, str | float | bool]) -> Schedule:
@@ -202,7 +224,10 @@ def backward(
     for zero.
     """
     with observer.span("agree", 0):
-        agreed = ring.agree("backward", {"scale": scale, "sink": sink is not None})
+        given = str(ring.contribution.dtype)
+        agreed = ring.agree(
+            "backward", {"scale": scale, "sink": sink is not None, "gradients": given}
+        )
     with ring.context.guard():
         exchange, mu = _send_off(ring, agreed, k, v, "backward", observer)
         queries = ring.kernel.prepare_backward(
@@ -218,8 +243,7 @@ def backward(
         home = _Homecoming(ring, exchange, q.device, observer)
         for step, records in _steps(ring, exchange, "backward", observer):
             if records is not None:
-                where, slot = home.place(step)
-                grads.begin(ring.geometry, where, slot)
+                grads.begin(home.place(step))
                 with observer.span("compute", step.index):
                     ring.kernel.backward(queries, records, step.tasks, scale, grads)
                 grads.end()
@@ -236,11 +260,6 @@ def backward(
             with observer.span("finish", 0):
                 dsink = _sink_gradient(ring, sink, lse, delta)
     return dq, dk, dv, dsink
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what partials and gradients are summed: fp32, or fp64 for fp64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
@@ -303,30 +322,39 @@ class _Homecoming:
     A carried shard's sum begins with this rank's own part, in turn 0, and takes those of the turns
     in order; it leaves in turn 0 of the next lap (:mod:`ringfa4.plan`). Every other contribution is
     taken one step behind, so that it travels while the next step computes.
+
+    Sums are in fp32 (fp64 for fp64), also on their way; contributions are in the kernel's dtype.
     """
 
     def __init__(
         self, ring: Ring, exchange: Exchange, device: torch.device, observer: Observer
     ) -> None:
         self.ring, self.exchange, self.observer = ring, exchange, observer
-        self.own = _Sums(ring, ring.records(ring.plan.step(ring.rank, 0)), device)
+        self.own = _Sums(ring, ring.plan.step(ring.rank, 0), ring.sums, device)
         self.carried: dict[int, _Sums] = {}
         """lap -> sum; two at most."""
         self.taken = 0
 
-    def place(self, step: Step) -> tuple[RecordMap, Tensor]:
+    def place(self, step: Step) -> PlainShard:
         """Where the kernel puts dK/dV of ``step``, which has tasks."""
-        lap, turn = self.ring.plan.lap(step.index)
+        ring, (lap, turn) = self.ring, self.ring.plan.lap(step.index)
         if step.index == 0:
-            return self.own.map, self.own.buffer
+            return self.own.rows
         if lap and turn == 0:
-            sums = self.carried[lap] = _Sums(
-                self.ring, self.ring.records(step), self.own.buffer.device
-            )
-            return sums.map, sums.buffer
+            return self._carry(step).rows
         slot = self.exchange.grad_slot(step.index)
         assert slot is not None, "a step with tasks has a contribution"
-        return self.ring.records(step, returned=True), slot
+        where = ring.records(step, returned=True)
+        return ring.contribution.view(ring.geometry, where, slot, "backward")
+
+    def _carry(self, step: Step) -> _Sums:
+        """What this rank adds up of the records carried from ``step`` on; undefined at first."""
+        ring = self.ring
+        lap, _ = ring.plan.lap(step.index)
+        # In a domain of one it gets this step's part only, and is a contribution like others.
+        wire = ring.sums if ring.plan.order.size > 1 else ring.contribution
+        self.carried[lap] = _Sums(ring, step, wire, self.own.buffer.device)
+        return self.carried[lap]
 
     def after(self, step: Step) -> None:
         """``step`` is computed: hand over, and take what came in the one before."""
@@ -335,9 +363,7 @@ class _Homecoming:
         if t == 0 and not step.tasks:
             self.own.buffer.zero_()
         if lap and turn == 0 and step.held and not step.tasks:
-            sums = _Sums(self.ring, self.ring.records(step), self.own.buffer.device)
-            sums.buffer.zero_()
-            self.carried[lap] = sums
+            self._carry(step).buffer.zero_()
         if t == 0:
             return
         if turn == 0:
@@ -376,42 +402,43 @@ class _Homecoming:
         with self.observer.span("reduce", t):
             for given in self.exchange.contributions(t):
                 assert sums is not None, "what came was due"
-                sums.add(self.ring.given(t), given.view)
+                dtype, spans = self.ring.given(t)
+                sums.add(spans, given.view.view(dtype))
                 given.release()
 
 
 class _Sums:
-    """dK/dV of the records of ``map``, added in plan order; ``buffer`` is undefined at first."""
+    """dK/dV of the records that ``step`` has, in the dtype of ``wire``, added in plan order;
+    ``buffer``, read as ``rows``, is undefined at first.
+    """
 
-    def __init__(self, ring: Ring, map: RecordMap, device: torch.device) -> None:
-        g = ring.geometry
-        self.ring, self.map = ring, map
-        self.wire = gradient_wire(g.dtype)
-        self.geometry = replace(g, dtype=self.wire.dtype)
-        size = map.records * self.wire.record_bytes(self.geometry, "backward")
+    def __init__(self, ring: Ring, step: Step, wire: PlainWire, device: torch.device) -> None:
+        self.ring, where = ring, ring.records(step)
+        size = where.records * wire.record_bytes(ring.geometry, "backward")
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        self.sums = self.wire.view(self.geometry, self.map, self.buffer, "backward")
+        self.rows = wire.view(ring.geometry, where, self.buffer, "backward")
 
-    def add(self, spans: Sequence[tuple[int, int]], view: Tensor) -> None:
-        """Add what is packed in ``view`` to the bytes of ``spans``, rows of padding and all: those
-        are undefined here, too, and nobody reads them.
+    def add(self, spans: Sequence[tuple[int, int]], given: Tensor) -> None:
+        """Add ``given`` (in any dtype, flat) to the elements of ``spans``, rows of padding and all:
+        those are undefined here, too, and nobody reads them.
         """
-        dtype, at = self.wire.dtype, 0
-        for offset, nbytes in spans:
-            mine = self.buffer[offset : offset + nbytes].view(dtype)
-            mine.add_(view[at : at + nbytes].view(dtype))
-            at += nbytes
+        sums, at = self.buffer.view(self.rows.geometry.dtype), 0
+        for offset, count in spans:
+            # As rows of one width, whatever the geometry: the fused kernel is compiled for each.
+            into = sums[offset : offset + count].view(1, -1, 1, RECORD)
+            add_into(into, given[at : at + count].view_as(into))
+            at += count
 
     def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """dk (b, sk, heads_kv, dk) and dv (b, sk, heads_kv, dv), contiguous, in ``dtype``."""
-        g, shard = self.geometry, self.map.shard
+        g, shard = self.rows.geometry, self.rows.map.shard
         dk, dv = (
             torch.empty(g.batch, len(shard), g.heads_kv, d, dtype=dtype, device=self.buffer.device)
             for d in (g.dk, g.dv)
         )
         for first, row, count, _ in shard.runs:
             local = slice(first, first + count)
-            keys, values = self.sums.packed_rows(row, count)
+            keys, values = self.rows.packed_rows(row, count)
             dk[:, local] = self.ring.precondition.key_gradient(keys)
             dv[:, local] = values
         return dk, dv

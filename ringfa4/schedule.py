@@ -4,8 +4,11 @@
     send        the same of the rank that reads here in step t
     carry       lap's records for the domain, from their owner; begun in the lap before, step 1
     lend        the same of the rank that carries this one's records
-    grad_out    fp32 records of returns(rank, t), to the owner or to who carried
-    grad_in     fp32 records of what the giver of step t returns
+    grad_out    gradient records of returns(rank, t), to the owner or to who carried
+    grad_in     gradient records of what the giver of step t returns
+
+A gradient record is in the dtype in which the kernel gives dK/dV, in that of sums where ranks have
+added them up.
 
 Contribution numbers count, per receiver, the steps in which somebody has dK/dV for it.
 """
@@ -15,22 +18,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from ringfa4.comm.interface import Carry, GradTransfer, Schedule, StepTransfers, Transfer
 from ringfa4.plan import Plan, RecordRange
-from ringfa4.wire import Direction, Geometry, RecordMap, WireFormat, gradient_wire
+from ringfa4.wire import PLAIN, Direction, Geometry, RecordMap, WireFormat, sum_dtype
 
 
 def schedule(
-    plan: Plan, rank: int, wire: WireFormat, geometry: Geometry, direction: Direction
+    plan: Plan,
+    rank: int,
+    wire: WireFormat,
+    geometry: Geometry,
+    direction: Direction,
+    gradients: torch.dtype,
 ) -> Schedule:
-    """The transfers of ``rank`` for one call.
+    """The transfers of ``rank`` for one call; ``gradients``: of dK/dV that one rank computed.
 
     ``fetch_bytes``, ``carry_bytes`` and ``grad_bytes`` are this rank's own needs: the context
     replaces them by the maxima over the ranks, which travel in the call's header (an exact maximum
     would cost world**2 plan look-ups).
     """
     moves = _Moves(plan, rank, wire.record_bytes(geometry, direction))
-    grad_record = gradient_wire(geometry.dtype).record_bytes(geometry, direction)
+    dtypes = {False: gradients, True: sum_dtype(geometry.dtype)}
+    record = {n: PLAIN[dtype].record_bytes(geometry, direction) for n, dtype in dtypes.items()}
     steps = [StepTransfers()]
     given = 0
     for t in range(1, plan.world + (direction == "backward" and plan.order.count > 1)):
@@ -40,12 +51,12 @@ def schedule(
             back = plan.returns(giver, t)
             if out is not None:
                 number = plan.contributions(out.peer).index(t)
-                grad_out = GradTransfer(out.peer, number, _records(out.ranges) * grad_record)
-                made = replace(made, grad_out=grad_out)
+                nbytes = _records(out.ranges) * record[out.summed]
+                made = replace(made, grad_out=GradTransfer(out.peer, number, nbytes))
             if back is not None:
                 assert back.peer == rank, "dK/dV have one receiver"
-                grad_in = GradTransfer(giver, given, _records(back.ranges) * grad_record)
-                made = replace(made, grad_in=grad_in)
+                nbytes = _records(back.ranges) * record[back.summed]
+                made = replace(made, grad_in=GradTransfer(giver, given, nbytes))
                 given += 1
         steps.append(made)
     fetched = [s.receive.nbytes for s in steps if s.receive and s.receive.peer != rank]

@@ -24,14 +24,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ringfa4.fused import fused
-from ringfa4.wire import Geometry, PlainShard, RecordMap, gradient_wire
+from ringfa4.wire import PLAIN, PlainShard
 
 # MKL chooses a function's kernel in its first call; when threads make that call at once, one of
 # them may compute its part at low precision and nobody is told (pytorch issue 188792, oneMKL
@@ -68,6 +68,10 @@ class Written:
             pieces.append((at, stop, False))
         rows[first:last] = [(low, high)]
         return pieces
+
+    def spans(self, batch: int) -> Sequence[tuple[int, int]]:
+        """What was written, in order."""
+        return self._rows[batch]
 
     def gaps(self, batch: int, start: int, stop: int) -> list[tuple[int, int]]:
         """What of [start, stop) was never written."""
@@ -297,8 +301,11 @@ def _ranges(
 class Grads:
     """Gradient sums: dQ of the local queries for a call, dK/dV of an owner's records for a step.
 
-    dq (b, s, heads_q, dk); dK/dV in the layout of :func:`ringfa4.wire.gradient_wire` over the
-    step's record map. fp32, or fp64 for fp64 inputs.
+    dq (b, s, heads_q, dk) in fp32, or fp64 for fp64 inputs. dK/dV in the layout of plain wires
+    (:mod:`ringfa4.wire`) over the step's record map, as sums or, to travel, in a narrower dtype:
+
+        rows that get one part, in that dtype    are that part, to the bit
+        rows that get more, or a wider one       are summed like dq, and rounded when the step ends
     """
 
     def __init__(
@@ -316,12 +323,16 @@ class Grads:
         self._kv: PlainShard | None = None
         self._kv_written = Written(batch)
         """Packed rows of the step's records."""
+        self._wide: PlainShard | None = None
+        self._wide_written = Written(batch)
+        """Those of them whose sum is in ``_wide`` and not, or not yet, in ``_kv``."""
+        self._spare = torch.empty(0, dtype=torch.uint8, device=device)
+        """Memory of ``_wide``, kept from step to step."""
 
-    def begin(self, geometry: Geometry, map: RecordMap, buffer: Tensor) -> None:
-        """dK/dV of the coming tasks go to ``buffer``: uint8, packed as ``map`` says, undefined."""
-        wire = gradient_wire(self.dq.dtype)
-        self._kv = wire.view(replace(geometry, dtype=wire.dtype), map, buffer, "backward")
-        self._kv_written = Written(geometry.batch)
+    def begin(self, kv: PlainShard) -> None:
+        """dK/dV of the coming tasks go to ``kv``, whose contents are undefined."""
+        self._kv, self._wide = kv, None
+        self._kv_written, self._wide_written = (Written(kv.geometry.batch) for _ in range(2))
 
     def add_dq(self, batch: int | None, rows: slice, dq: Tensor) -> None:
         """Add dq (b', n, heads_q, dk) into the local rows ``rows``."""
@@ -358,15 +369,56 @@ class Grads:
 
     def _add_rows(self, batch: int | None, row: int, dk: Tensor, dv: Tensor) -> None:
         """Add dk, dv into packed rows from ``row`` on."""
-        assert self._kv is not None, "begin() comes first"
-        size, stop = self._kv.geometry.batch, row + dk.shape[1]
+        kv = self._kv
+        assert kv is not None, "begin() comes first"
+        size, own, stop = kv.geometry.batch, kv.geometry.dtype, row + dk.shape[1]
+        exact = own == dk.dtype == dv.dtype
         for into, part, a, b, seen in _claims(self._kv_written, batch, size, row, stop):
-            for sums, new in zip(self._kv.packed_rows(a, b - a), (dk, dv), strict=True):
-                add_into(_part(sums, into, 0, b - a), _part(new, part, a - row, b - row), seen)
+            new = tuple(_part(x, part, a - row, b - row) for x in (dk, dv))
+            if own != self.dq.dtype and (seen or not exact):
+                self._add_wide(into, a, new, seen)
+                continue
+            for sums, x in zip(kv.packed_rows(a, b - a), new, strict=True):
+                add_into(_part(sums, into, 0, b - a), x, seen)
+
+    def _add_wide(self, into: slice, row: int, new: Sequence[Tensor], seen: bool) -> None:
+        """Add parts to sums that the step's end rounds; ``seen``: to what these rows hold already,
+        which may still be one part and exact.
+        """
+        kv, wide = self._kv, self._wide_shard()
+        assert kv is not None
+        size, stop = kv.geometry.batch, row + new[0].shape[1]
+        batch = None if into == slice(0, size) else into.start
+        claims = _claims(self._wide_written, batch, size, row, stop)
+        for into, part, a, b, summed in claims:
+            rows = (shard.packed_rows(a, b - a) for shard in (wide, kv))
+            for sums, one, more in zip(*rows, new, strict=True):
+                to = _part(sums, into, 0, b - a)
+                if seen and not summed:
+                    add_into(to, _part(one, into, 0, b - a), seen=False)
+                add_into(to, _part(more, part, a - row, b - row), seen)
+
+    def _wide_shard(self) -> PlainShard:
+        """The step's records in the dtype of sums; undefined at first."""
+        if self._wide is None:
+            assert self._kv is not None, "begin() comes first"
+            geometry, map, wire = self._kv.geometry, self._kv.map, PLAIN[self.dq.dtype]
+            size = map.records * wire.record_bytes(geometry, "backward")
+            if self._spare.numel() < size:
+                self._spare = torch.empty(size, dtype=torch.uint8, device=self.dq.device)
+            self._wide = wire.view(geometry, map, self._spare, "backward")
+        return self._wide
 
     def end(self) -> None:
-        """Zero the tokens that no task of this step reached; padding rows stay undefined."""
+        """Round what was summed beside; zero the tokens that no task of this step reached. Padding
+        rows stay undefined.
+        """
         assert self._kv is not None, "begin() comes first"
+        for i in range(self._kv.geometry.batch):
+            for a, b in self._wide_written.spans(i):
+                rows = (shard.packed_rows(a, b - a) for shard in (self._kv, self._wide_shard()))
+                for one, sums in zip(*rows, strict=True):
+                    one[i].copy_(sums[i])
         for chunk, start, stop in self._kv.map.tokens():
             row = self._kv.map.row(chunk, start)
             for i in range(self._kv.geometry.batch):
@@ -392,7 +444,7 @@ def _part(x: Tensor, batch: slice, start: int, stop: int) -> Tensor:
 def add_into(into: Tensor, value: Tensor, seen: bool = True) -> None:
     """Add ``value`` (b, n, h, d) into a sum, or assign it where nothing was written yet."""
     kernels = fused(into.device)
-    if kernels is not None and kernels.accumulates(into, value):
+    if kernels is not None and kernels.accumulates(into, value, first=not seen):
         kernels.accumulate(into, value, first=not seen)
     elif seen:
         into.add_(value)

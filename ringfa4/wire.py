@@ -10,8 +10,10 @@ Plain formats (the input dtype as it is) interleave token by token:
 
     record = [128 tokens][batch][ K: heads_kv * dk | V: heads_kv * dv ]
 
-so K and V of any token range are strided views, no copy. dK/dV travel in the same layout in fp32
-(:func:`gradient_wire`). MXFP8 formats live in :mod:`ringfa4.mx.wire`.
+so K and V of any token range are strided views, no copy. dK/dV lie in the same layout, whatever the
+wire of K and V: a step's contribution in the dtype that the kernel gives it in
+(:meth:`ringfa4.kernels.interface.BlockKernel.gradient_dtype`), sums in fp32. MXFP8 formats live in
+:mod:`ringfa4.mx.wire`.
 
 torch is imported; nothing here communicates or computes attention.
 """
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -207,7 +209,7 @@ class PlainShard(EncodedShard):
 
 @dataclass(frozen=True)
 class PlainWire(WireFormat):
-    """The input dtype as it is. ``dtype`` must be that of K and V."""
+    """One dtype, as it is. As a wire of K and V ``dtype`` must be theirs; dK/dV have their own."""
 
     name: str
     dtype: torch.dtype
@@ -235,17 +237,9 @@ class PlainWire(WireFormat):
     def view(
         self, geometry: Geometry, map: RecordMap, buffer: Tensor, direction: Direction
     ) -> PlainShard:
-        return PlainShard(self.name, geometry, map, buffer)
-
-
-GRADIENT = PlainWire("gradient", torch.float32)
-
-
-def gradient_wire(dtype: torch.dtype) -> PlainWire:
-    """How dK and dV of inputs in ``dtype`` travel back to their owner and are summed there: fp32
-    (fp64 for fp64).
-    """
-    return PLAIN[torch.float64] if dtype == torch.float64 else GRADIENT
+        """``geometry`` may name another dtype than the wire's: dK/dV are of K and V's geometry."""
+        own = geometry if geometry.dtype == self.dtype else replace(geometry, dtype=self.dtype)
+        return PlainShard(self.name, own, map, buffer)
 
 
 PLAIN = {
@@ -254,6 +248,11 @@ PLAIN = {
     torch.float16: PlainWire("fp16", torch.float16),
     torch.float64: PlainWire("fp64", torch.float64),
 }
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what partials and gradients of inputs in ``dtype`` are summed: fp32, or fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def wire_format(name: str | None, dtype: torch.dtype) -> WireFormat:

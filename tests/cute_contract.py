@@ -315,6 +315,33 @@ class CuteContract:
         assert bool(torch.isnan(wide[:1]).all()) and bool(torch.isnan(wide[120:]).all())
         assert bool(torch.isnan(wide[..., heads * d :]).all())
 
+    @pytest.mark.parametrize("heads, d", [(3, 96), (8, 128), (1, 8)])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_gradients_that_travel_as_they_are_keep_their_bits(
+        self, heads: int, d: int, dtype: torch.dtype
+    ) -> None:
+        """Assigned to rows of their own dtype: every NaN too, and nothing beside them."""
+        words = torch.int32 if dtype == torch.float32 else torch.int16
+        generator = torch.Generator().manual_seed(d)
+        limits = torch.iinfo(words)
+        sizes = (131, 2, heads * (d + 8)), (2, 119, heads, d)
+        wide, x = (
+            torch.randint(limits.min, limits.max, size, generator=generator, dtype=words)
+            for size in sizes
+        )
+        want, got = wide.clone(), wide.to(self.device)
+
+        def rows(x: Tensor) -> Tensor:
+            return x[..., : heads * d].unflatten(-1, (heads, d)).transpose(0, 1)[:, 1:120]
+
+        rows(want).copy_(x)
+        into, part = rows(got).view(dtype), x.to(self.device).view(dtype)
+        assert host.accumulates(into, part, first=True)
+        assert host.accumulates(into, part, first=False) == (dtype == torch.float32)
+        with self.running():
+            host.accumulate(into, part, first=True)
+        assert torch.equal(got.cpu(), want)
+
     # ---- rows that are not finite --------------------------------------------------------------
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)

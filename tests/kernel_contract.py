@@ -2,7 +2,8 @@
 
 Each case is run on memory full of NaN, in the way a ring runs it: K/V encoded as records, tasks
 from a mask and two shards, the state finalised, dK/dV read back from the gradient records; and
-compared with fp64 by definition. Subclasses choose dtypes, device, wire, sizes and how results
+compared with fp64 by definition. dK/dV are those of a contribution to another rank, in the dtype in
+which the kernel gives them. Subclasses choose dtypes, device, wire, sizes and how results
 are judged.
 """
 
@@ -26,9 +27,9 @@ from ringfa4.testing import oracles
 from ringfa4.testing.compare import compare
 from ringfa4.testing.oracles import Truth
 from ringfa4.testing.tolerances import LSE_LOW_PRECISION, bound, half_ulp, plain_attention
-from ringfa4.wire import EncodedShard, Geometry, RecordMap, gradient_wire, wire_format
+from ringfa4.wire import PLAIN, EncodedShard, Geometry, RecordMap, sum_dtype, wire_format
 
-SENTINEL = 12345.0
+SENTINEL = 12288.0
 """Exact in every dtype a state or gradient has, and unlike any result."""
 
 
@@ -88,7 +89,7 @@ class Case:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        return torch.promote_types(self.q.dtype, torch.float32)
+        return sum_dtype(self.q.dtype)
 
     @cached_property
     def truth(self) -> Truth:
@@ -114,26 +115,27 @@ class Case:
             x.fill_(fill)
         return state
 
-    def grads(self, fill: float = math.nan) -> GradSums:
-        return GradSums(self, fill)
+    def grads(self, dtype: torch.dtype, fill: float = math.nan) -> GradSums:
+        return GradSums(self, dtype, fill)
 
 
 class GradSums:
-    """Grads over the case's whole key shard, begun, on memory filled with ``fill``."""
+    """Grads over the case's whole key shard, begun, on memory filled with ``fill``; dK/dV in
+    ``dtype``.
+    """
 
-    def __init__(self, case: Case, fill: float) -> None:
+    def __init__(self, case: Case, dtype: torch.dtype, fill: float) -> None:
         self.case = case
         batch, seq, heads, dk = case.q.shape
         self.sums = Grads(batch, seq, heads, dk, device=case.q.device, dtype=case.sum_dtype)
         self.sums.dq.fill_(fill)
-        wire = gradient_wire(case.sum_dtype)
-        geometry = replace(case.geometry, dtype=case.sum_dtype)
-        size = case.k_shard.records * wire.record_bytes(geometry, "backward")
+        wire = PLAIN[dtype]
+        size = case.k_shard.records * wire.record_bytes(case.geometry, "backward")
         buffer = torch.zeros(size, dtype=torch.uint8, device=case.q.device)
-        buffer.view(case.sum_dtype).fill_(fill)
+        buffer.view(dtype).fill_(fill)
         whole = RecordMap.whole(case.k_shard)
-        self.view = wire.view(geometry, whole, buffer, "backward")
-        self.sums.begin(case.geometry, whole, buffer)
+        self.view = wire.view(case.geometry, whole, buffer, "backward")
+        self.sums.begin(self.view)
 
     def dkv(self) -> tuple[Tensor, Tensor]:
         parts = [
@@ -228,7 +230,9 @@ class KernelContract:
     def backward(
         self, case: Case, out: Tensor, lse: Tensor, grads: GradSums | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        kernel, grads = self.make(), case.grads() if grads is None else grads
+        kernel = self.make()
+        if grads is None:
+            grads = case.grads(kernel.gradient_dtype(case.q.dtype))
         queries = kernel.prepare_backward(
             case.q, case.q_shard, out.to(case.q.dtype), case.dout, lse.to(case.sum_dtype), case.dlse
         )
@@ -270,6 +274,13 @@ class KernelContract:
         assert self.make().supports(spec) is None
         uneven = replace(spec, heads_q=self.heads[0] + 1)
         assert self.make().supports(uneven) is not None
+
+    def test_gradients_travel_in_a_dtype_with_the_range_of_sums(self) -> None:
+        """Narrower is a matter of precision, which all tests here judge; never of overflow."""
+        for dtype in self.dtypes:
+            given, sums = self.make().gradient_dtype(dtype), sum_dtype(dtype)
+            assert given.itemsize <= sums.itemsize
+            assert torch.finfo(given).smallest_normal == torch.finfo(sums).smallest_normal
 
     @pytest.mark.parametrize("name", MASKS)
     def test_masks(self, name: str) -> None:
@@ -350,7 +361,8 @@ class KernelContract:
     def test_merges_into_what_the_state_holds(self) -> None:
         """Keys one by one chunk, in as many calls, give what one call gives; so do gradients."""
         case = self.case(masks.causal(self.seq, self.seq + 40, "bottom-right"), dlse=True)
-        kernel, state, grads = self.make(), case.state(), case.grads()
+        kernel, state = self.make(), case.state()
+        grads = case.grads(kernel.gradient_dtype(case.q.dtype))
         queries, encoded = kernel.prepare(case.q, case.q_shard), case.encoded()
         for task in case.tasks:
             kernel.forward(queries, encoded, [task], case.scale, state)
@@ -375,7 +387,8 @@ class KernelContract:
         rows[20:120] = keys[10:100] = (
             False  # the task's ranges; between bands it may write identities
         )
-        kernel, state, grads = self.make(), case.state(SENTINEL), case.grads(SENTINEL)
+        kernel, state = self.make(), case.state(SENTINEL)
+        grads = case.grads(kernel.gradient_dtype(case.q.dtype), SENTINEL)
         queries = kernel.prepare(case.q, case.q_shard)
         kernel.forward(queries, case.encoded(), case.tasks, case.scale, state)
         for x in (state.acc[:, rows], state.max[:, :, rows], state.sum[:, :, rows]):

@@ -29,6 +29,7 @@ from ringfa4 import shard as shardings
 from ringfa4.comm.interface import Control, Transport
 from ringfa4.comm.local import run_ranks
 from ringfa4.context import Context
+from ringfa4.kernels.cpu import CpuKernel
 from ringfa4.trace import Recorder
 
 
@@ -401,10 +402,8 @@ def test_a_kernel_that_raises_ends_the_calls_everywhere_and_breaks_the_context()
     assert isinstance(seen[0], PeerError) and "the kernel raised" in str(seen[0])
 
 
-class _Raises:
-    """Stands in for a kernel that fails in its first step."""
-
-    name = "cpu"
+class _Raises(CpuKernel):
+    """Fails in its first step."""
 
     def prepare(self, *args: Any) -> Any:
         raise FloatingPointError("the kernel raised")

@@ -58,7 +58,8 @@ class TestCpu(KernelContract):
         queries = kernel.prepare_backward(
             case.q, case.q_shard, case.plain.out, case.dout, case.plain.lse, None
         )
-        kernel.backward(queries, encoded, case.tasks, case.scale, case.grads().sums)
+        grads = case.grads(kernel.gradient_dtype(case.q.dtype))
+        kernel.backward(queries, encoded, case.tasks, case.scale, grads.sums)
         assert all(x.shape[1] == 2 and x.dtype == torch.bfloat16 for x in operands)
         assert all(x.stride(2) == x.shape[3] for x in operands)
         storages = {x.untyped_storage().data_ptr() for x in operands}

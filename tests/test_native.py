@@ -351,7 +351,7 @@ def passes(kernel: NativeKernel, case: Case, tasks: tuple[Task, ...], map: Recor
     """out, lse, dq, dk, dv of one step, on the case's records in new memory."""
     records = case.encoded()
     records = wire_format(None, case.k.dtype).view(case.geometry, map, records.buffer, "forward")
-    state, grads = case.state(), case.grads()
+    state, grads = case.state(), case.grads(kernel.gradient_dtype(case.q.dtype))
     kernel.forward(kernel.prepare(case.q, case.q_shard), records, tasks, case.scale, state)
     out, lse = state.finalise(case.q.dtype)
     queries = kernel.prepare_backward(case.q, case.q_shard, out, case.dout, lse, case.dlse)

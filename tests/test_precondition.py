@@ -89,10 +89,10 @@ def simulated(
             records = outboxes[step.owner]
             size = records.map.records * wire.record_bytes(geometry, "backward")
             box = torch.empty(size, dtype=torch.uint8)
-            grads.begin(geometry, records.map, box)
+            sums = wire.view(geometry, records.map, box, "backward")
+            grads.begin(sums)
             kernel.backward(prepared, records, step.tasks, scale, grads)
             grads.end()
-            sums = wire.view(geometry, records.map, box, "backward")
             for chunk, start, stop in records.map.tokens():
                 where = index_k[step.owner][
                     records.map.shard.offsets[chunk] + start : records.map.shard.offsets[chunk]

@@ -14,6 +14,7 @@ import torch
 
 from ringfa4 import mask as masks
 from ringfa4 import shard as shardings
+from ringfa4.kernels.registry import load_kernel
 from ringfa4.launch import plan_picture
 from ringfa4.launch.plan_numbers import WIRES, Numbers, Shape, Work, gradient_bytes, record_bytes
 from ringfa4.launch.show_plan import main
@@ -22,7 +23,7 @@ from ringfa4.mask import Band, Mask
 from ringfa4.plan import Plan
 from ringfa4.schedule import schedule
 from ringfa4.topology import Topology
-from ringfa4.wire import Geometry, gradient_wire, wire_format
+from ringfa4.wire import PLAIN, Geometry, sum_dtype, wire_format
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,13 +55,16 @@ def numbers(
 def test_bytes_of_a_record_are_the_wires_own(wire: str) -> None:
     dtype = DTYPES.get(wire, torch.bfloat16)
     format = wire_format(wire, dtype)
+    kernel = load_kernel("reference" if wire == "fp64" else "cpu")
     for batch, heads, dk, dv in product((1, 3), (1, 2), (32, 128, 192), (64, 160)):
         geometry, shape = Geometry(batch, heads, dk, dv, dtype), Shape(batch, heads, heads, dk, dv)
         for direction in ("forward", "backward"):
             got = record_bytes(wire, shape, backward=direction == "backward")
             assert got == format.record_bytes(geometry, direction), (geometry, direction)
-        back = gradient_wire(dtype).record_bytes(geometry, "backward")
-        assert gradient_bytes(wire, shape) == back
+        given, sums = kernel.gradient_dtype(dtype), sum_dtype(dtype)
+        for summed, back in ((False, given), (True, sums)):
+            due = PLAIN[back].record_bytes(geometry, "backward")
+            assert gradient_bytes(wire, shape, summed=summed) == due
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -79,14 +83,15 @@ def test_what_is_shown_is_what_the_ring_would_do(
     rows = 2 if mask.batch == 1 else 1
     for rank, own in enumerate(shown.steps):
         steps = plan.steps(rank)
-        last = Work(rank, rank, 0, 0, 0, 0, 0, 0, own[-1].returned, own[-1].taker)
+        back, taker = own[-1].returned, own[-1].taker
+        last = Work(rank, rank, 0, 0, 0, 0, 0, 0, back, taker, summed=back > 0)
         assert own[plan.world :] == (() if topology is None else (last,))
         here = own[: plan.world]
         assert [w.pairs for w in here] == [rows * step.area for step in steps]
         assert [(w.owner, w.source, w.tasks, w.records) for w in here] == [
             (step.owner, step.source, len(step.tasks), step.records) for step in steps
         ]
-        moved = schedule(plan, rank, format, geometry, "backward").steps
+        moved = schedule(plan, rank, format, geometry, "backward", torch.bfloat16).steps
         read = [s.receive if s.receive and s.receive.peer != rank else None for s in moved]
         assert [w.read for w in own] == [x.nbytes if x else 0 for x in read]
         assert [w.source for w, x in zip(own, read, strict=True) if x] == [
@@ -160,15 +165,18 @@ def test_one_rank_step_by_step(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_domains_show_who_carries_and_what_crosses(capsys: pytest.CaptureFixture[str]) -> None:
-    """Rank 5 of 8 in two domains: rank 1's records come over, the others' from its peers."""
+    """Rank 5 of 8 in two domains: rank 1's records come over, the others' from its peers. dK/dV go
+    to them in bf16, to rank 1 as their sum in fp32.
+    """
     text = said(capsys, "--seq 64K --ranks 8 --domains 2 --rank 5 --backward --wire bf16")
     assert re.search(r"domains +2 of 4 ranks, (.*) cross .* \(without carrying: (.*)\)", text)
+    assert re.search(r"dK/dV +.* in all, in bf16, sums of domains fp32\n", text)
     rows = [re.split(r"  +", line) for line in text.splitlines() if re.match(r"\d", line)]
     assert [(row[1], row[3], row[4]) for row in rows[4:]] == [
         ("rank 1", "16 MiB carried from 1", "0 B"),
-        ("rank 0", "16 MiB from 4", "32 MiB to 4"),
-        ("rank 3", "16 MiB from 7", "32 MiB to 7"),
-        ("rank 2", "16 MiB from 6", "32 MiB to 6"),
+        ("rank 0", "16 MiB from 4", "16 MiB to 4"),
+        ("rank 3", "16 MiB from 7", "16 MiB to 7"),
+        ("rank 2", "16 MiB from 6", "16 MiB to 6"),
         ("-", "-", "32 MiB to 1"),
     ]
     assert main(["--seq", "64K", "--ranks", "8", "--domains", "3"]) == 1

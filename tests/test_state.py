@@ -14,7 +14,7 @@ from ringfa4.shard import Chunk, Shard
 from ringfa4.state import Grads, State, Written
 from ringfa4.testing.oracles import merge_partials
 from ringfa4.testing.tolerances import RING_GROWTH_FP32
-from ringfa4.wire import Geometry, RecordMap, gradient_wire
+from ringfa4.wire import PLAIN, Geometry, PlainShard, RecordMap
 
 CPU = torch.device("cpu")
 B, S, H, D = 2, 3, 2, 4
@@ -250,38 +250,84 @@ def test_dtypes() -> None:
 # ---- gradient sums ------------------------------------------------------------------------------
 
 
+def rows_of(shard: Shard, dtype: torch.dtype, batch: int = B) -> PlainShard:
+    """dK (b, n, 1, 3) and dV (b, n, 1, 2) of a whole shard in ``dtype``, on memory full of NaN."""
+    geometry, whole = Geometry(batch, 1, 3, 2, torch.bfloat16), RecordMap.whole(shard)
+    size = whole.records * PLAIN[dtype].record_bytes(geometry, "backward")
+    buffer = torch.full((size,), 255).to(torch.uint8)
+    return PLAIN[dtype].view(geometry, whole, buffer, "backward")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @settings(max_examples=50)
-@given(st.lists(st.tuples(st.sampled_from([None, 0, 1]), interval), max_size=5))
-def test_gradients_are_sums(calls: list[tuple[int | None, list[int]]]) -> None:
-    """dq, dk, dv of any ranges add up, on memory full of NaN; what nothing reached is 0."""
-    shard = Shard((Chunk(0, 5), Chunk(5, 12)))
-    geometry = Geometry(B, 1, 3, 2, torch.bfloat16)
-    wire, whole = gradient_wire(geometry.dtype), RecordMap.whole(shard)
-    fp32 = Geometry(B, 1, 3, 2, torch.float32)
-    buffer = torch.full((whole.records * wire.record_bytes(fp32, "backward"),), 255).to(torch.uint8)
+@given(
+    st.lists(st.tuples(st.sampled_from([None, 0, 1]), interval, st.booleans()), max_size=5),
+    st.integers(0, 100),
+)
+def test_gradients_are_sums(
+    dtype: torch.dtype, calls: list[tuple[int | None, list[int], bool]], seed: int
+) -> None:
+    """dq, dk, dv of any ranges add up, on memory full of NaN; what nothing reached is 0. Where
+    dK/dV travel in bf16, sums are rounded once: parts are 8 bits long, sums up to 11.
+    """
+    kv = rows_of(Shard((Chunk(0, 5), Chunk(5, 12))), dtype)
     grads = Grads(B, 12, H, D, device=CPU)
     grads.dq.fill_(math.nan)
-    grads.begin(geometry, whole, buffer)
+    grads.begin(kv)
     dq, dk, dv = torch.zeros(B, 12, H, D), torch.zeros(B, 12, 1, 3), torch.zeros(B, 12, 1, 2)
-    generator = torch.Generator().manual_seed(0)
-    for batch, (a, b) in calls:
+    generator = torch.Generator().manual_seed(seed)
+    for batch, (a, b), wide in calls:
         where = slice(None) if batch is None else slice(batch, batch + 1)
         size = B if batch is None else 1
         more = [
-            torch.randint(-9, 9, (size, b - a, *x.shape[2:]), generator=generator).float()
+            torch.randint(-255, 256, (size, b - a, *x.shape[2:]), generator=generator).float()
             for x in (dq, dk, dv)
         ]
+        if wide:  # more bits than bf16 has
+            more[1] += 1 / 16
         grads.add_dq(batch, slice(a, b), more[0])
-        grads.add_dkv(batch, 1, a, b, more[1].bfloat16(), more[2])
+        grads.add_dkv(batch, 1, a, b, more[1] if wide else more[1].bfloat16(), more[2].bfloat16())
         for total, part in zip((dq, dk, dv), more, strict=True):
-            total[where, a:b] += part  # small integers: exact in every dtype
+            total[where, a:b] += part  # exact in fp32
     grads.end()
-    view = wire.view(fp32, whole, buffer, "backward")
     assert torch.equal(grads.finish(), dq)
-    for got, want in zip(view.keys_values(1, 0, 12), (dk, dv), strict=True):
-        assert torch.equal(got, want)
-    for got in view.keys_values(0, 0, 5):
+    for got, want in zip(kv.keys_values(1, 0, 12), (dk, dv), strict=True):
+        assert got.dtype == dtype and torch.equal(got, want.to(dtype))
+    for got in kv.keys_values(0, 0, 5):
         assert torch.equal(got, torch.zeros_like(got))
+
+
+def test_a_sum_that_is_rounded_twice_would_show() -> None:
+    """By hand: 256 + 1 + 1 is 258 in bf16, and 256 when each sum on the way is rounded."""
+    kv = rows_of(Shard((Chunk(0, 4),)), torch.bfloat16, batch=1)
+    grads = Grads(1, 4, H, D, device=CPU)
+    for _ in range(2):  # nothing is left of the step before
+        grads.begin(kv)
+        for value, rows in ((256.0, (0, 4)), (1.0, (0, 3)), (1.0, (1, 2))):
+            part = torch.full((1, rows[1] - rows[0], 1, 3), value, dtype=torch.bfloat16)
+            grads.add_dkv(None, 0, *rows, part, part[..., :2])
+        grads.end()
+        for got in kv.keys_values(0, 0, 4):
+            want = torch.tensor([256.0, 258.0, 256.0, 256.0]).bfloat16()  # 257 is a tie
+            assert torch.equal(got, want.view(1, 4, 1, 1).expand_as(got))
+
+
+def test_one_part_travels_as_it_is() -> None:
+    """Every bf16 number, infinities and NaN included, beside rows that are summed."""
+    every = torch.arange(1 << 16).to(torch.uint16).view(torch.bfloat16).view(1, -1, 1, 1)
+    count = every.shape[1]
+    kv = rows_of(Shard((Chunk(0, count + 1),)), torch.bfloat16, batch=1)
+    grads = Grads(1, 8, H, D, device=CPU)
+    grads.begin(kv)
+    grads.add_dkv(None, 0, 0, count, every.expand(-1, -1, 1, 3), every.expand(-1, -1, 1, 2))
+    one = torch.ones(1, 1, 1, 3, dtype=torch.bfloat16)
+    for _ in range(3):
+        grads.add_dkv(None, 0, count, count + 1, one, one[..., :2])
+    grads.end()
+    for got in kv.keys_values(0, 0, count):
+        bits = (x.contiguous().view(torch.int16) for x in (got, every.expand_as(got)))
+        assert torch.equal(*bits)
+    assert bool((kv.keys_values(0, count, count + 1)[0] == 3).all())
 
 
 def test_ranges_added_at_once_are_those_added_one_by_one() -> None:
@@ -293,13 +339,11 @@ def test_ranges_added_at_once_are_those_added_one_by_one() -> None:
         total = sum(k1 - k0 for _, k0, k1 in keys)
         generator = torch.Generator().manual_seed(0)
         dk, dv = (torch.randn(B, total, 1, d, generator=generator) for d in (3, 2))
-        wire, whole = gradient_wire(torch.float32), RecordMap.whole(own)
-        geometry = Geometry(B, 1, 3, 2, torch.float32)
         got = []
         for at_once in (True, False):
-            buffer = torch.zeros(whole.records * wire.record_bytes(geometry, "backward")).byte()
+            kv = rows_of(own, torch.float32)
             grads = Grads(B, 8, H, D, device=CPU)
-            grads.begin(geometry, whole, buffer)
+            grads.begin(kv)
             for batch in (None, 1):  # assigned, then added to in one batch row
                 rows = slice(None) if batch is None else slice(1, 2)
                 if at_once:
@@ -311,8 +355,7 @@ def test_ranges_added_at_once_are_those_added_one_by_one() -> None:
                     grads.add_dkv(batch, chunk, k0, k1, dk[rows, here], dv[rows, here])
                     at += k1 - k0
             grads.end()
-            view = wire.view(geometry, whole, buffer, "backward")
-            got.append([x for c, n in enumerate(lengths) for x in view.keys_values(c, 0, n)])
+            got.append([x for c, n in enumerate(lengths) for x in kv.keys_values(c, 0, n)])
         for a, b in zip(*got, strict=True):
             assert torch.equal(a, b)
         assert torch.equal(got[0][0][0, start:], dk[0, : lengths[0] - start])

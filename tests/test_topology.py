@@ -33,7 +33,7 @@ from ringfa4.mask import Mask
 from ringfa4.plan import Plan, RecordRange
 from ringfa4.schedule import schedule
 from ringfa4.topology import Topology
-from ringfa4.wire import PLAIN, Direction, Geometry, RecordMap, gradient_wire
+from ringfa4.wire import PLAIN, Direction, Geometry, RecordMap
 
 Operations = Sequence[Operation]
 
@@ -205,11 +205,16 @@ def test_what_is_read_is_there_and_crosses_once(plan: Plan) -> None:
 
 
 GEOMETRY = Geometry(1, 1, 8, 8, torch.float32)
+GIVEN = torch.bfloat16
+"""Of dK/dV as a kernel might give them; where ranks add them up, they are in fp32."""
 
 
 def schedules(plan: Plan, way: Direction) -> list[Schedule]:
     """With the capacities that ranks would agree on."""
-    made = [schedule(plan, rank, PLAIN[torch.float32], GEOMETRY, way) for rank in range(plan.world)]
+    made = [
+        schedule(plan, rank, PLAIN[GEOMETRY.dtype], GEOMETRY, way, GIVEN)
+        for rank in range(plan.world)
+    ]
     names = ("fetch_bytes", "grad_bytes", "carry_bytes")
     most = {name: max(getattr(s, name) for s in made) for name in names}
     return [replace(s, **most) for s in made]
@@ -294,7 +299,7 @@ def test_gradients_reach_their_owner_once(plan: Plan) -> None:
                 home += count
             elif plan.lap(step.index)[1] == 0:
                 sums[rank, step.owner] += count
-    back = gradient_wire(torch.float32).record_bytes(GEOMETRY, "backward")
+    part, added = (PLAIN[d].record_bytes(GEOMETRY, "backward") for d in (GIVEN, torch.float32))
     for t in range(1, len(made[0].steps)):
         arrived = []
         for rank, own in enumerate(made):
@@ -302,10 +307,12 @@ def test_gradients_reach_their_owner_once(plan: Plan) -> None:
             assert (given is None) == (said is None)
             if given is None or said is None:
                 continue
+            back = added if said.summed else part
             assert (given.peer, given.nbytes) == (said.peer, len(records(said.ranges)) * back)
             coming = made[given.peer].steps[t].grad_in
             assert coming is not None
             assert (coming.peer, coming.index, coming.nbytes) == (rank, given.index, given.nbytes)
+            assert said.summed == (plan.lap(t)[1] == 0 and plan.order.size > 1)
             if plan.lap(t)[1] == 0:
                 count = sums.pop((rank, said.owner))
                 assert set(count) <= {(said.owner, *r) for r in records(said.ranges)}
@@ -348,14 +355,15 @@ TWO_OF_FOUR = Topology.even(8, 2)
 
 def test_bytes_across_domains_shrink_by_the_size_of_a_domain() -> None:
     """Full attention, 8 ranks of 4 records: without domains every reader of the other side takes a
-    copy of its own, and returns dK/dV of its own.
+    copy of its own, and returns dK/dV of its own. Those are half as long as the sums that domains
+    return in their place.
     """
     made = shardings.contiguous(8 * 512, 8)
     record = PLAIN[torch.float32].record_bytes(GEOMETRY, "backward")
     flat, relayed = (
         crossing(Plan(masks.full(8 * 512), made, made, t), "backward") for t in (None, TWO_OF_FOUR)
     )
-    assert flat == (8 * 4 * 4 * record, 8 * 4 * 4 * record)
+    assert flat == (8 * 4 * 4 * record, 8 * 4 * 4 * record // 2)
     assert relayed == (8 * 4 * record, 8 * 4 * record)
 
 

@@ -88,7 +88,8 @@ def carrying(domains: Domains, tokens: int, *, backward: bool) -> list[Schedule]
     plan = Plan(masks.causal(tokens), sides, sides, topology)
     wire, geometry = PLAIN[torch.float32], Geometry(1, 1, 2, 2, torch.float32)
     way: Direction = "backward" if backward else "forward"
-    made = [schedule(plan, rank, wire, geometry, way) for rank in range(plan.world)]
+    given = torch.bfloat16  # dK/dV come in other sizes than their sums, which are in fp32
+    made = [schedule(plan, rank, wire, geometry, way, given) for rank in range(plan.world)]
     names = ("fetch_bytes", "grad_bytes", "carry_bytes")
     most = {name: max(getattr(s, name) for s in made) for name in names}
     return [replace(s, **most) for s in made]

@@ -203,20 +203,23 @@ def merge(
 _merge_spec = lru_cache(maxsize=256)(MergeSpec.of)
 
 
-def accumulates(sum: Tensor, x: Tensor) -> bool:
+def accumulates(sum: Tensor, x: Tensor, *, first: bool) -> bool:
     """Whether :func:`accumulate` takes these."""
-    return sum.dtype == torch.float32 and takes(sum) and takes(x)
+    fits = sum.dtype == torch.float32 or (first and sum.dtype == x.dtype)
+    return fits and takes(sum) and takes(x)
 
 
 def accumulate(sum: Tensor, x: Tensor, *, first: bool) -> None:
-    """x (b, n, h, d) into sum (b, n, h, d), fp32; ``first`` assigns."""
+    """x (b, n, h, d) into sum (b, n, h, d), fp32; ``first`` assigns, then also to x's own dtype."""
     batch, tokens, heads, d = x.shape
-    spec = AccumulateSpec(DTYPES[x.dtype], d, first)
+    dtype, size, into = DTYPES[x.dtype], x.element_size(), sum.element_size()
+    if first and sum.dtype == x.dtype:  # nothing is added: words of 32 bits, as they are
+        dtype, d = "fp32", d * size // 4
+    spec = AccumulateSpec(dtype, d, first)
     blocks = -(-tokens * heads * (d // RUN) // (spec.THREADS * spec.UNITS))
-    size = x.element_size()
     _launch(
         spec, x.device, (blocks, batch, 1),
-        sum.data_ptr(), *(sum.stride(n) * 4 for n in (0, 1, 2)),
+        sum.data_ptr(), *(sum.stride(n) * into for n in (0, 1, 2)),
         x.data_ptr(), *(x.stride(n) * size for n in (0, 1, 2)), tokens, heads,
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ Padding (tokens past the end of a chunk, scales outside a matrix) is payload 0 a
 Readers must not depend on it for tokens that no task names. Documents of 128 tokens or more share
 no record with another one (:meth:`MxWire.split_at`), so none of their scales depends on it either.
 
-Left out: dK/dV, which travel in fp32 (:func:`ringfa4.wire.gradient_wire`).
+Left out: dK/dV, which travel in the dtype that the kernel gives them in (:mod:`ringfa4.wire`).
 """
 
 from __future__ import annotations

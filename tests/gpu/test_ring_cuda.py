@@ -15,6 +15,10 @@ from torch import Tensor
 from ringfa4 import ContextParallel
 from ringfa4.comm.local import run_ranks
 from ringfa4.context import Context
+from ringfa4.errors import MissingLibraryError
+from ringfa4.kernels.interface import BlockKernel
+from ringfa4.kernels.native import NativeKernel
+from ringfa4.kernels.registry import load_kernel
 from ringfa4.mask import causal, window
 from ringfa4.testing.tolerances import bound, plain_attention
 
@@ -101,6 +105,26 @@ def test_bf16_ring_repeats_to_the_bit_on_late_copies(world: int) -> None:
             assert all(torch.equal(got[name], want[name]) for name in want), seed
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("kernel", ["cuda_aten", "fa4"])
+def test_contributions_in_bf16_give_the_bits_of_fp32_ones(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of causal zigzag is one call, whose dK/dV are bf16: they arrive as they are."""
+    try:
+        load_kernel(kernel)
+    except MissingLibraryError as error:
+        pytest.skip(str(error))
+    case = replace(fast(8), options={"kernel": kernel})
+    torch.use_deterministic_algorithms(True)
+    try:
+        got = run(case, on_gpu)
+        monkeypatch.setattr(NativeKernel, "gradient_dtype", BlockKernel.gradient_dtype)
+        want = run(case, on_gpu)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 def test_a_window_skips_hops() -> None:
