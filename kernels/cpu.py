@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ringfa4.grads import Grads
 from ringfa4.kernels.interface import BlockKernel, KernelSpec, Queries
 from ringfa4.kernels.nonfinite import (
     all_finite,
@@ -42,7 +43,7 @@ from ringfa4.kernels.pieces import boxes, is_causal, is_full, is_masked, pieces
 from ringfa4.mask import Band
 from ringfa4.plan import Task
 from ringfa4.shard import Shard
-from ringfa4.state import Grads, State
+from ringfa4.state import State
 from ringfa4.wire import EncodedShard
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -28,9 +28,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ringfa4.grads import Grads
 from ringfa4.plan import Task
 from ringfa4.shard import Shard
-from ringfa4.state import Grads, State
+from ringfa4.state import State
 from ringfa4.wire import EncodedShard, sum_dtype
 
 

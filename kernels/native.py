@@ -44,13 +44,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from ringfa4.fused import fused
+from ringfa4.grads import Grads
 from ringfa4.kernels.interface import BlockKernel, Queries
 from ringfa4.kernels.nonfinite import broken, seen_by_keys, seen_by_queries
 from ringfa4.kernels.pieces import boxes
 from ringfa4.mask import Band
 from ringfa4.plan import Task
 from ringfa4.shard import Shard
-from ringfa4.state import Grads, State
+from ringfa4.state import State
 from ringfa4.wire import EncodedShard
 
 

@@ -30,6 +30,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ringfa4.grads import Grads
 from ringfa4.kernels.interface import BlockKernel, KernelSpec, Queries
 from ringfa4.kernels.reference import allowed_pairs, masked_matmul
 from ringfa4.mx.formats import ALONG_D, ALONG_SEQ, BLOCK, BlockShape
@@ -38,7 +39,7 @@ from ringfa4.mx.quantise import rounded
 from ringfa4.mx.wire import MXFP8, MXFP8_1X32, MxShard, MxWire, Which
 from ringfa4.plan import Task
 from ringfa4.shard import RECORD, Shard
-from ringfa4.state import Grads, State
+from ringfa4.state import State
 from ringfa4.wire import EncodedShard
 
 WIRES = {wire.name: wire for wire in (MXFP8, MXFP8_1X32)}

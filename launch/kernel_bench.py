@@ -34,6 +34,7 @@ from torch import Tensor
 
 from ringfa4.errors import MissingLibraryError
 from ringfa4.fused import fused, why_not
+from ringfa4.grads import Grads
 from ringfa4.kernels.interface import BlockKernel
 from ringfa4.kernels.registry import load_kernel
 from ringfa4.launch.sizes import parse_size
@@ -41,7 +42,7 @@ from ringfa4.mask import causal
 from ringfa4.mx.wire import MXFP8, MxShard
 from ringfa4.plan import Plan, Step
 from ringfa4.shard import Chunk, Shard, contiguous, zigzag
-from ringfa4.state import Grads, State
+from ringfa4.state import State
 from ringfa4.wire import PLAIN, Direction, Geometry, PlainWire, RecordMap, sum_dtype
 
 HEAD_DIM = 128

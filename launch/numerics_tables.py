@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ringfa4.grads import Grads
 from ringfa4.kernels.registry import load_kernel
 from ringfa4.mask import Mask, full
 from ringfa4.mx.formats import ALONG_D, ALONG_SEQ, E4M3, TILE, ScaleRounding
@@ -34,7 +35,7 @@ from ringfa4.mx.wire import MXFP8, MXFP8_1X32, MxWire
 from ringfa4.plan import Plan
 from ringfa4.precondition import Precondition, row_sums, shift
 from ringfa4.shard import Chunk, Shard, contiguous
-from ringfa4.state import Grads, State
+from ringfa4.state import State
 from ringfa4.wire import PLAIN, Direction, EncodedShard, Geometry, RecordMap, wire_format
 
 D = 128

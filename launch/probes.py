@@ -14,10 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ringfa4.grads import Grads
 from ringfa4.kernels.interface import BlockKernel, KernelSpec, Queries
 from ringfa4.plan import Task
 from ringfa4.shard import Shard
-from ringfa4.state import Grads, State
+from ringfa4.state import State
 from ringfa4.wire import EncodedShard
 
 SLICE = 1 << 31

@@ -27,12 +27,13 @@ from torch import Tensor
 
 from ringfa4.comm.interface import Exchange, Handle, Schedule
 from ringfa4.context import Context
+from ringfa4.grads import Grads, add_into
 from ringfa4.kernels.interface import BlockKernel
 from ringfa4.plan import Plan, Step
 from ringfa4.precondition import NONE, Precondition, row_sums, shift
 from ringfa4.schedule import schedule
 from ringfa4.shard import RECORD
-from ringfa4.state import Grads, State, add_into
+from ringfa4.state import State
 from ringfa4.trace import NAMED, Observer
 from ringfa4.wire import (
     PLAIN,

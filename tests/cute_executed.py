@@ -21,6 +21,7 @@ from ptx.parser import parse
 from torch import Tensor
 
 import ringfa4.fused
+import ringfa4.grads
 import ringfa4.kernels.native
 import ringfa4.mx.wire
 import ringfa4.state
@@ -73,6 +74,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patch.setattr(Tensor, "data_ptr", lambda x: executor.address(x))
         patch.setattr(host, "_launch", executor.launch)
         patch.setattr(host, "_about", lambda device: (0, ARCH, True))
-        for module in (ringfa4.fused, ringfa4.state, ringfa4.mx.wire, ringfa4.kernels.native):
+        users = ringfa4.state, ringfa4.grads, ringfa4.mx.wire, ringfa4.kernels.native
+        for module in (ringfa4.fused, *users):
             patch.setattr(module, "fused", lambda device: host)
         yield

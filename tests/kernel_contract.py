@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from ringfa4 import mask as masks
+from ringfa4.grads import Grads
 from ringfa4.kernels.interface import BlockKernel, KernelSpec
 from ringfa4.mask import Band, Mask
 from ringfa4.plan import Task
 from ringfa4.shard import Chunk, Shard
-from ringfa4.state import Grads, State
+from ringfa4.state import State
 from ringfa4.testing import oracles
 from ringfa4.testing.compare import compare
 from ringfa4.testing.oracles import Truth

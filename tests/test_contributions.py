@@ -24,6 +24,7 @@ from ringfa4 import mask as masks
 from ringfa4 import shard as shardings
 from ringfa4.context import Context
 from ringfa4.errors import PlanMismatchError
+from ringfa4.grads import Grads
 from ringfa4.kernels.choose import Choice
 from ringfa4.kernels.interface import BlockKernel, Queries
 from ringfa4.kernels.reference import ReferenceKernel
@@ -32,7 +33,6 @@ from ringfa4.launch.probes import Idle, Paced
 from ringfa4.plan import Plan, Task
 from ringfa4.ring import Ring, backward, forward
 from ringfa4.shard import Shard, Sharding
-from ringfa4.state import Grads
 from ringfa4.topology import Topology
 from ringfa4.wire import PLAIN, EncodedShard, Geometry, RecordMap
 

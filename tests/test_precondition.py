@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ringfa4.grads import Grads
 from ringfa4.kernels.reference import ReferenceKernel
 from ringfa4.mask import Mask, causal, documents, full, window
 from ringfa4.plan import Plan
@@ -22,7 +23,7 @@ from ringfa4.precondition import (
     sign,
 )
 from ringfa4.shard import Sharding, uneven
-from ringfa4.state import Grads, State
+from ringfa4.state import State
 from ringfa4.testing.oracles import Truth, attention_gradients
 from ringfa4.wire import Geometry, RecordMap, wire_format
 

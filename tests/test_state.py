@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ringfa4.grads import Grads
 from ringfa4.shard import Chunk, Shard
-from ringfa4.state import Grads, State, Written
+from ringfa4.state import State
 from ringfa4.testing.oracles import merge_partials
 from ringfa4.testing.tolerances import RING_GROWTH_FP32
 from ringfa4.wire import PLAIN, Geometry, PlainShard, RecordMap
+from ringfa4.written import Written
 
 CPU = torch.device("cpu")
 B, S, H, D = 2, 3, 2, 4

@@ -44,8 +44,8 @@ from ringfa4.kernels.sm100.specs import ITEM_WORDS, LEAVE, MERGE, SEGMENT_WORDS,
 from ringfa4.mask import Band
 from ringfa4.plan import Task
 from ringfa4.shard import RECORD, Shard
-from ringfa4.state import Written
 from ringfa4.wire import RecordMap
+from ringfa4.written import Written
 
 UNBOUNDED = 1 << 30
 """Stands for no bound; chunks are shorter, so that j - i and i + hi stay within 32 bits."""

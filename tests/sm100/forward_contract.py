@@ -17,11 +17,12 @@ from test_kernel_double import LowPrecisionContract
 from torch import Tensor
 
 from ringfa4 import mask as masks
+from ringfa4.grads import Grads
 from ringfa4.kernels.interface import BlockKernel, KernelSpec, Queries
 from ringfa4.kernels.reference_mxfp8 import ReferenceMxfp8Kernel
 from ringfa4.plan import Task
 from ringfa4.shard import Shard
-from ringfa4.state import Grads, State
+from ringfa4.state import State
 from ringfa4.testing.compare import compare
 from ringfa4.wire import EncodedShard
 

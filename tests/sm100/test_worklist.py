@@ -19,8 +19,8 @@ from ringfa4.kernels.sm100.worklist import UNBOUNDED, WorkList, work_list
 from ringfa4.mask import Band, Mask
 from ringfa4.plan import Plan, RecordRange, Step, Task
 from ringfa4.shard import Chunk, Shard
-from ringfa4.state import Written
 from ringfa4.wire import RecordMap
+from ringfa4.written import Written
 
 SMALL = 4
 """Tokens in a record of the property tests, so that short sequences have many."""

@@ -22,13 +22,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ringfa4.grads import Grads
 from ringfa4.kernels.interface import BlockKernel, KernelSpec, Queries
 from ringfa4.kernels.reference import ReferenceQueries, allowed_pairs, masked_matmul
 from ringfa4.mx import quantise
 from ringfa4.mx.formats import ALONG_D, E4M3
 from ringfa4.plan import Task
 from ringfa4.shard import Shard
-from ringfa4.state import Grads, State
+from ringfa4.state import State
 from ringfa4.wire import EncodedShard
 
 
