@@ -521,7 +521,11 @@ class Interpreter {
   void cluster_arrive(Warp& w, const Insn& i) {
     NamedBarrier& b = m_.cluster->barrier;
     ++b.arrived;
-    if (!(i.flags & F_RELAXED)) b.arriving.join(publish(w));
+    const Knowledge& knows = publish(w);
+    if (i.flags & F_RELAXED)  // with fence.mbarrier_init, which is not looked for
+      b.arriving.relaxed.join(knows.all);
+    else
+      b.arriving.join(knows);
     cluster_settle();
   }
   Flow cluster_wait(Warp& w, size_t split) {
@@ -555,11 +559,18 @@ class Interpreter {
  private:
   void arrive(Warp& w, const Insn& i, u32 mask) {
     const bool cluster = i.a[4] != 0;
+    std::array<Cta*, kWarpSize> targets{};
+    each(mask, [&](int l) {
+      const u32 a = shared_address(w, i.a[1], i.a[2], l);
+      Cta& cta = shared_target(m_, w, a, cluster, "mbarrier.arrive");
+      mbarrier_for(w, cta, a & kOffsetMask, "mbarrier.arrive");
+      targets[static_cast<size_t>(l)] = &cta;
+    });
     // An arrival of several lanes is several arrivals, all with what the warp knows.
     const Knowledge knows = publish(w);
     each(mask, [&](int l) {
       const u32 a = shared_address(w, i.a[1], i.a[2], l);
-      Cta& cta = shared_target(m_, w, a, cluster, "mbarrier.arrive");
+      Cta& cta = *targets[static_cast<size_t>(l)];
       const u32 offset = a & kOffsetMask, operand = w.r32(i.a[3])[l];
       if (i.sub == 0) {
         mbarrier_arrive(m_, cta, offset, operand, knows, "mbarrier.arrive");
@@ -578,7 +589,7 @@ class Interpreter {
     each(mask, [&](int l) {
       const u32 a = shared_address(w, i.a[1], i.a[2], l), p = w.r32(i.a[3])[l];
       Cta& cta = shared_target(m_, w, a, false, "mbarrier.try_wait");
-      MBarrier& b = mbarrier_at(cta, a & kOffsetMask, "mbarrier.try_wait");
+      MBarrier& b = mbarrier_for(w, cta, a & kOffsetMask, "mbarrier.try_wait");
       if ((b.phase & 1) != (p & 1)) {
         done |= 1u << l;
         b.seen = b.phase;

@@ -159,6 +159,8 @@ struct MBarrier {
   Knowledge arriving, done;  // of the phase under way; of all completed ones
   int agent = -1;            // for copies that signal it
   u32 epoch = 0;
+  int maker = -1;  // who initialised it, and in which epoch
+  u32 made = 0;
 };
 
 struct NamedBarrier {  // PTX ISA 9.7.13.1 "bar, barrier"
@@ -234,6 +236,9 @@ struct Cta {
   int tensor_group = 0;  // the cta_group that tcgen05 of this kernel uses
   bool relinquished = false;
   u32 live_warps = 0;
+  // Agents of other CTAs that used its shared memory, and the last epochs of theirs that did.
+  std::map<int, u32> visitors;
+  Knowledge left;  // of its warps that have exited
 };
 
 struct Cluster {
@@ -302,7 +307,9 @@ inline Cta& shared_target(Machine& m, Warp& w, u32 address, bool cluster, const 
   if (!cluster && rank != static_cast<u32>(w.cta->rank))
     throw Fault("bounds", std::string(what) + " uses the address of CTA " + std::to_string(rank) +
                               " in the shared::cta space of CTA " + std::to_string(w.cta->rank));
-  return cta_at(m, rank, what);
+  Cta& cta = cta_at(m, rank, what);
+  if (&cta != w.cta) cta.visitors[agent_of(w, kGeneric)] = w.epoch;
+  return cta;
 }
 
 }  // namespace ptx
