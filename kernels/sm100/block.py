@@ -42,13 +42,15 @@ class Block:
     """Launch arguments (see ForwardSpec), tensor maps' addresses, and what follows from them.
 
     ``reduces``: tensor memory is loaded with maxima; ``base`` is the address of dynamic shared
-    memory, ``exponent`` |scale| log2 e; ``instruction`` describes the products of S, whose Q is
-    negated for a negative scale.
+    memory, ``rank`` the number of the thread block in its pair, 0 for the leader or without one;
+    ``exponent`` |scale| log2 e; ``instruction`` describes the products of S, whose Q is negated for
+    a negative scale.
     """
 
     spec: ForwardSpec
     reduces: bool
     base: Int32
+    rank: Int32
     q_map: Int64
     k_map: Int64
     v_map: Int64
@@ -83,8 +85,10 @@ class Block:
         """``scalars`` as ForwardSpec.DEVICE names them, the scale last."""
         scale = scalars[-1]
         exponent = ptx.maximum(ptx.scaled(ptx.magnitude(scale), LOG2E), Float32(TINY))
-        instruction = Int32(scale < 0.0) * ptx.NEGATE_A | ptx.product_descriptor(ROWS)
-        return cls(spec, reduces, base, *maps, *scalars[:-1], exponent, instruction)
+        instruction = Int32(scale < 0.0) * ptx.NEGATE_A
+        instruction = instruction | ptx.product_descriptor(spec.ctas, ROWS)
+        rank = ptx.cluster_rank() if spec.ctas == 2 else Int32(0)
+        return cls(spec, reduces, base, rank, *maps, *scalars[:-1], exponent, instruction)
 
     @property
     def at(self) -> SharedMap:
@@ -92,7 +96,7 @@ class Block:
 
     @property
     def barriers(self) -> Barriers:
-        return Barriers.of(self.spec.slots)
+        return Barriers.of(self.spec)
 
     def barrier(self, first: int, index: Any = 0) -> Any:
         """Address of a barrier: ``first`` of its kind, plus a tile or a slot."""
@@ -106,21 +110,37 @@ class Block:
         """Address of a row's words."""
         return self.shared(self.at.rows, ROW_BYTES, tile * ROWS + row)
 
+    def marks(self, slot: Any) -> Any:
+        """Address of the marks of a slot of V: 16 bytes from each thread block that scans it."""
+        return self.shared(self.at.v_marks, 16 * self.spec.ctas, slot)
+
     def tmem(self) -> Any:
         """The base of tensor memory."""
         return ptx.load_shared_word(self.base + self.at.tmem_base)
 
+    def arrive_once(self, barrier: Any, lane: Any) -> None:
+        """Lane 0 arrives for its warp where the products wait: in the leader."""
+        if self.spec.ctas == 1:
+            ptx.arrive_once(barrier, lane)
+        else:
+            ptx.arrive_once_at(0, barrier, lane)
+
+    def tile_start(self, tile: Any) -> Any:
+        """The first row of a tile within its item: thread blocks of a pair take turns."""
+        return (tile * self.spec.ctas + self.rank) * ROWS
+
     @property
     def first_work(self) -> Any:
-        return cute.arch.block_idx()[0]
+        return cute.arch.block_idx()[0] // self.spec.ctas
 
     @property
     def works(self) -> Any:
         return self.n_items * self.heads_q
 
     @property
-    def ctas(self) -> Any:
-        return cute.arch.grid_dim()[0]
+    def step(self) -> Any:
+        """From one work of a thread block to its next."""
+        return cute.arch.grid_dim()[0] // self.spec.ctas
 
     def item(self, work: Int32) -> tuple[Item, Any]:
         """(item, query head) of a work index."""

@@ -45,9 +45,10 @@ def finish(block: Block, warp: Int32, lane: Int32) -> None:
             for tile in cutlass.range(item.tiles, unroll=1):
                 parity = (items >> tile) & 1
                 reference, total = _stage(block, tile, warp, lane, tmem + tile * ROWS, parity)
-                _merge(block, item, head, tile * ROWS + warp * 32, warp, lane, reference, total)
+                first = block.tile_start(tile) + warp * 32
+                _merge(block, item, head, first, warp, lane, reference, total)
                 items = items ^ (1 << tile)
-        work += block.ctas
+        work += block.step
 
 
 @cute.jit
@@ -70,6 +71,8 @@ def _stage(
     ptx.before_thread_sync()
     sync_warp()
     ptx.arrive_once(block.barrier(barriers.o_empty, tile), lane)
+    if cutlass.const_expr(block.spec.ctas == 2):
+        block.arrive_once(block.barrier(barriers.o_free, tile), lane)
     return reference, total
 
 

@@ -6,6 +6,10 @@ the first S of an item does not wait for the last O of the item before.
 
 Products of one thread complete in order; a commit tells who waits for them. The scales of Q and K
 lie in the other tile's S, which is free once its softmax has read it (s_loaded).
+
+Of a pair the leader's thread gives products of 256 rows, which read and write both thread blocks'
+memories at the same addresses; what it must wait for in the other is told it there
+(:mod:`ringfa4.kernels.sm100.relay` and the barriers of ``specs.Barriers``).
 """
 
 from __future__ import annotations
@@ -64,7 +68,7 @@ def multiply(block: Block) -> None:
                 k = advanced(k, slots)
                 i += 1
                 waiting, later, last = item.tiles, 1 - first, final
-        work += block.ctas
+        work += block.step
     for tile in cutlass.range_constexpr(2):
         if tile < waiting:
             uses = _values(block, tmem, tile, v, uses, waiting, later, last)
@@ -84,12 +88,12 @@ def _logits(
     slot, parity = slot_and_parity(position, spec.slots)
     if cutlass.const_expr(tile == 0):
         if cut != 0:
-            ptx.mbarrier_wait(block.barrier(barriers.v_clean, slot), (cleaned >> slot) & 1)
-        ptx.mbarrier_wait(block.barrier(barriers.k_full, slot), parity)
+            _wait_clean(block, slot, (cleaned >> slot) & 1)
+        _wait_loaded(block, barriers.k_full, barriers.k_peer, slot, parity)
         _wait_empty(block, barriers.s_loaded + 1, uses, S_USES + 1)
     _wait_empty(block, barriers.s_loaded, uses, S_USES)
     if first != 0:
-        _wait_full(block, barriers.q_full + tile, uses, Q_USES + tile)
+        _wait_loaded(block, barriers.q_full, barriers.q_peer, tile, (uses >> (Q_USES + tile)) & 1)
         uses = uses ^ (1 << (Q_USES + tile))
     ptx.after_thread_sync()
     atoms, tile_bytes = ATOM * spec.k_atoms, ROWS * spec.dk
@@ -100,27 +104,28 @@ def _logits(
             (K_SCALES, block.shared(at.k_scales, atoms, slot)),
         ):
             source = ptx.matrix_descriptor(source + atom * ATOM, ptx.SCALES)
-            ptx.copy_scales(scales + (column + 4 * atom), source)
+            ptx.copy_scales(spec.ctas, scales + (column + 4 * atom), source)
     a = ptx.matrix_descriptor(block.shared(at.q, tile_bytes, tile), ptx.k_major(spec.span))
-    b = ptx.matrix_descriptor(block.shared(at.k, tile_bytes, slot), ptx.k_major(spec.span))
+    b = block.shared(at.k, spec.k_rows * spec.dk, slot)
+    b = ptx.matrix_descriptor(b, ptx.k_major(spec.span))
     for step in cutlass.range_constexpr(spec.dk // 32):
         box, within = divmod(step * 32, spec.span)
-        offset = (box * ROWS * spec.span + within) // 16
         columns = step // 4 * 4
         ptx.product(
+            spec.ctas,
             tmem + S[tile],
-            a + offset,
-            b + offset,
+            a + (box * ROWS * spec.span + within) // 16,
+            b + (box * spec.k_rows * spec.span + within) // 16,
             block.instruction | ptx.scale_bytes(step % 4),
             scales + (Q_SCALES + columns),
             scales + (K_SCALES + columns),
             Int32(step > 0),
         )
-    ptx.commit(block.barrier(barriers.s_full, tile))
+    ptx.commit(spec.ctas, block.barrier(barriers.s_full, tile))
     if tile == tiles - 1:
-        ptx.commit(block.barrier(barriers.k_empty, slot))
+        ptx.commit(spec.ctas, block.barrier(barriers.k_empty, slot))
     if final != 0:
-        ptx.commit(block.barrier(barriers.q_empty, tile))
+        ptx.commit(spec.ctas, block.barrier(barriers.q_empty, tile))
     return uses ^ (1 << (S_USES + tile))
 
 
@@ -133,10 +138,11 @@ def _values(
     spec, at, barriers = block.spec, block.at, block.barriers
     slot, parity = slot_and_parity(position, spec.slots)
     if cutlass.const_expr(tile == 0):
-        ptx.mbarrier_wait(block.barrier(barriers.v_full, slot), parity)
+        _wait_loaded(block, barriers.v_full, barriers.v_peer, slot, parity)
     _wait_full(block, barriers.p_ready + tile, uses, P_USES + tile)
     if later == 0:
-        _wait_empty(block, barriers.o_empty + tile, uses, O_USES + tile)
+        free = barriers.o_empty if spec.ctas == 1 else barriers.o_free
+        _wait_empty(block, free + tile, uses, O_USES + tile)
         uses = uses ^ (1 << (O_USES + tile))
     ptx.after_thread_sync()
     region = tmem + S[tile]
@@ -144,26 +150,40 @@ def _values(
         (P_SCALES, block.shared(at.p_scales, ATOM, tile)),
         (V_SCALES, block.shared(at.v_scales, ATOM, slot)),
     ):
-        ptx.copy_scales(region + column, ptx.matrix_descriptor(source, ptx.SCALES))
-    b = ptx.matrix_descriptor(block.shared(at.v, ROWS * spec.dv, slot), ptx.k_major(ROWS))
+        ptx.copy_scales(spec.ctas, region + column, ptx.matrix_descriptor(source, ptx.SCALES))
+    b = ptx.matrix_descriptor(block.shared(at.v, ROWS * spec.v_rows, slot), ptx.k_major(ROWS))
     for step, begins in ((0, True), (2, False), (1, False), (3, False)):
         if cutlass.const_expr(step == 1):
             _wait_full(block, barriers.p_rest + tile, uses, P_USES + tile)
             ptx.after_thread_sync()
         ptx.product(
+            spec.ctas,
             tmem + OUT[tile],
             region + (P + 8 * step),
             b + 2 * step,
-            Int32(ptx.product_descriptor(spec.dv) | ptx.scale_bytes(step)),
+            Int32(ptx.product_descriptor(spec.ctas, spec.dv) | ptx.scale_bytes(step)),
             region + P_SCALES,
             region + V_SCALES,
             later if begins else Int32(1),
         )
     if tile == tiles - 1:
-        ptx.commit(block.barrier(barriers.v_empty, slot))
+        ptx.commit(spec.ctas, block.barrier(barriers.v_empty, slot))
     if last != 0:
-        ptx.commit(block.barrier(barriers.o_full, tile))
+        ptx.commit(spec.ctas, block.barrier(barriers.o_full, tile))
     return uses ^ (1 << (P_USES + tile))
+
+
+def _wait_loaded(block: Block, full: int, peer: int, index: Any, parity: Any) -> None:
+    """Until what is to be multiplied is there, in each thread block of a pair."""
+    ptx.mbarrier_wait(block.barrier(full, index), parity)
+    if block.spec.ctas == 2:
+        ptx.mbarrier_wait(block.barrier(peer, index), parity)
+
+
+def _wait_clean(block: Block, slot: Any, parity: Any) -> None:
+    """Until V holds no NaN. Guards of a pair mark what they found in each other's shared memory."""
+    wait = ptx.mbarrier_wait if block.spec.ctas == 1 else ptx.mbarrier_wait_cluster
+    wait(block.barrier(block.barriers.v_clean, slot), parity)
 
 
 def _wait_full(block: Block, barrier: Any, uses: Any, bit: int) -> None:

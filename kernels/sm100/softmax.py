@@ -25,6 +25,8 @@ after each arrival. ptxas would mix these; see :func:`instructions.wall`.
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +79,7 @@ def softmax(block: Block, tile: Int32, half: Int32, warp: Int32) -> None:
         if tile < item.tiles:
             reference, sums = Float32(NOTHING), Int64(0)
             first = Int32(1)
-            low = item.first + tile * ROWS + warp * 32
+            low = item.first + block.tile_start(tile) + warp * 32
             for number in cutlass.range(item.seg0, item.seg1, unroll=1):
                 segment = Segment.read(block.segments, number, item)
                 for t in cutlass.range(segment.t0, segment.t1, unroll=1):
@@ -87,7 +89,7 @@ def softmax(block: Block, tile: Int32, half: Int32, warp: Int32) -> None:
                     where = Where(tile, half, warp, tmem, low, t * ROWS + half * KEYS)
                     if segment.cuts(t):
                         slot, _ = slot_and_parity(position, slots)
-                        marks = block.shared(block.at.v_marks, 16, slot) + half * 8
+                        marks = block.marks(slot) + half * 8
                         reference, sums = _record(
                             block, where, segment, marks, first, reference, sums
                         )
@@ -108,7 +110,7 @@ def softmax(block: Block, tile: Int32, half: Int32, warp: Int32) -> None:
                 ptx.arrive_once(done, lane)
         else:
             position = (position + block.visits(item)) % (2 * slots)
-        work += block.ctas
+        work += block.step
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ def _record(
     scales = ptx.low_bytes(codes)
     if cutlass.const_expr(segment is not None):
         masks = _masks(segment, where, ptx.lane())  # again, rather than hold it in registers
-        bad = [m & mark for m, mark in zip(masks, ptx.load_shared_pair(marks), strict=True)]
+        bad = [m & mark for m, mark in zip(masks, _marked(block, marks), strict=True)]
         scales = scales | ptx.low_bytes([ptx.ones(x) for x in bad])  # NaN
     atom = block.shared(block.at.p_scales, ATOM, tile)
     ptx.store_shared_half(atom + lane * 16 + where.warp * 4 + where.half * 2, scales)
@@ -168,7 +170,7 @@ def _record(
         ptx.tmem_wait_stores()
         ptx.before_thread_sync()
         sync_warp()
-        ptx.arrive_once(block.barrier(ready, tile), lane)
+        block.arrive_once(block.barrier(ready, tile), lane)
         ptx.wall()  # what follows does not delay the arrival
         sums = _added(values, codes[n], sums)
     return reference, sums
@@ -186,7 +188,7 @@ def _loaded(block: Block, where: Where, segment: Any, lane: Any) -> tuple[list[A
         logits = ptx.tmem_load(source, KEYS)
     ptx.before_thread_sync()
     sync_warp()
-    ptx.arrive_once(block.barrier(block.barriers.s_loaded, where.tile), lane)
+    block.arrive_once(block.barrier(block.barriers.s_loaded, where.tile), lane)
     ptx.wall()
     if maxima is None:
         maxima = [_largest(logits[n : n + BLOCK]) for n in range(0, KEYS, BLOCK)]
@@ -216,6 +218,12 @@ def _masks(segment: Any, where: Where, lane: Any) -> list[Any]:
     j0, j1 = segment.seen_by(where.low + lane)
     j0, j1 = j0 - where.start, j1 - where.start
     return [ptx.low_ones(j1 - n) & ~ptx.low_ones(j0 - n) for n in range(0, KEYS, BLOCK)]
+
+
+def _marked(block: Block, marks: Any) -> Any:
+    """Bits of the keys that have a NaN in V, for each block: in any of its columns."""
+    found = [ptx.load_shared_pair(marks + 16 * n) for n in range(block.spec.ctas)]
+    return [functools.reduce(operator.or_, words) for words in zip(*found, strict=True)]
 
 
 def _masked(source: Any, masks: list[Any]) -> list[Any]:
