@@ -68,7 +68,7 @@ def check(case: Case, db: float, **options: Any) -> None:
 
 def test_same_bits_under_every_schedule():
     """Eight records through rings of three slots; items of two tiles, and one of one."""
-    case = gaussian(600, 900, heads_q=2, bands=[Band(0, 600, 0, 900, None, 300)], ctas=2)
+    case = gaussian(600, 900, heads_q=2, bands=[Band(0, 600, 0, 900, None, 300)], teams=2)
     found = []
     for schedule in ADVERSARIAL:
         state = filled(case)
@@ -204,10 +204,10 @@ def test_first_records_that_were_not_fetched():
     assert all(torch.equal(a, b) for a, b in zip(bits(whole), bits(part), strict=True))
 
 
-@pytest.mark.parametrize("ctas", [1, 2, 5])
-def test_any_number_of_thread_blocks(ctas):
+@pytest.mark.parametrize("teams", [1, 2, 5])
+def test_any_number_of_thread_blocks(teams):
     """Works of one and two tiles follow one another on a block, in an order that mixes them."""
-    case = gaussian(700, 300, heads_q=2, bands=[Band(0, 700, 0, 300, None, 0)], ctas=ctas)
+    case = gaussian(700, 300, heads_q=2, bands=[Band(0, 700, 0, 300, None, 0)], teams=teams)
     _, segments = case.tables()
     lines = [(0, 5, 1, 640, 640, 60), (0, 0, 2, 0, 0, 256), (0, 4, 1, 512, 512, 128)]
     lines += [(0, 2, 2, 256, 256, 256)]
@@ -262,7 +262,7 @@ def test_planted_faults_are_caught():
     """
     from ptx.mutate import survivors
 
-    case = gaussian(300, 900, dk=64, dv=64, bands=[Band(0, 300, 0, 900, None, 200)], ctas=1)
+    case = gaussian(300, 900, dk=64, dv=64, bands=[Band(0, 300, 0, 900, None, 200)], teams=1)
     want = filled(case)
     result = case.execute(want)
     kernel = executed.captured(case.spec, case.arch)
