@@ -2,7 +2,8 @@
 
     S = Q K^T,   P = 2^(S scale log2 e - reference),   O = P V:  both products block-scaled E4M3
 
-Tables, int32, one line for each item and segment (:mod:`ringfa4.kernels.sm100.worklist`):
+Tables, int32, one line for each item and segment (:mod:`ringfa4.kernels.sm100.worklist`); items
+are made for ``ctas`` thread blocks a work:
 
     items     batch, q_record, tiles, row, first, rows, seg0, seg1
     segments  record, q0, q1, k0, k1, lo, hi, 0

@@ -23,7 +23,7 @@ from typing import Any
 
 from ringfa4.kernels.cute.compile import Compiled, compile_kernel
 from ringfa4.kernels.sm100.launch import Arguments, tensor_maps
-from ringfa4.kernels.sm100.specs import ATOM, EMULATED, ROWS, WRITE, ForwardSpec
+from ringfa4.kernels.sm100.specs import ATOM, ROWS, WRITE, ForwardSpec
 from ringfa4.kernels.sm100.worklist import UNBOUNDED
 
 POINTERS = ("q_records", "kv_records", "acc", "max", "sum", "items", "segments", "modes")
@@ -44,7 +44,7 @@ class Shape:
 
     @property
     def spec(self) -> ForwardSpec:
-        return ForwardSpec(self.dk, self.dv, EMULATED["sm_100a"])
+        return ForwardSpec.of(self.dk, self.dv, "sm_100a")
 
     @property
     def item(self) -> tuple[int, ...]:

@@ -28,8 +28,10 @@ from sm100.forward_contract import ForwardContract
 
 
 class EmulatedContract(ForwardContract):
+    arch_name = "sm_100a"
+
     def kernel_forward(self) -> BlockKernel:
-        return Sm100Kernel(EmulatedLauncher())
+        return Sm100Kernel(EmulatedLauncher(arch=self.arch_name))
 
 
 class TestTiles(EmulatedContract):
@@ -37,7 +39,9 @@ class TestTiles(EmulatedContract):
 
 
 class TestOneBy32(EmulatedContract):
-    wire = "mxfp8-1x32"
+    """On pairs of thread blocks, too."""
+
+    arch_name, wire = "sm_103a", "mxfp8-1x32"
 
 
 # ---- the choice ---------------------------------------------------------------------------------
@@ -145,7 +149,7 @@ def test_one_launch_for_all_tasks_and_none_for_none() -> None:
     kernel.forward(queries, encoded, case.tasks, case.scale, state)
     kernel.forward(queries, encoded, (), case.scale, state)
     ((spec, arguments),) = launcher.launches
-    assert spec == ForwardSpec(64, 64, 8)
+    assert spec == ForwardSpec.of(64, 64, "sm_100a")
     # Two chunks of queries, shorter than 256 tokens, in two batch rows; four heads.
     assert (arguments.n_items, arguments.ctas) == (4, 5)
     assert (
