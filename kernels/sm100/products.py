@@ -1,11 +1,19 @@
 """The warp that gives products to the matrix unit, one thread of it.
 
-Step by step, tile after tile: O_t += P_t V of the record before, then S_t = Q_t K^T of this one, so
-the softmax of one tile runs while the other's products do. Steps follow one another across items:
-the first S of an item does not wait for the last O of the item before.
+S = Q K^T of a tile comes in two halves of 64 keys. Record after record, tile after tile:
 
-Products of one thread complete in order; a commit tells who waits for them. The scales of Q and K
-lie in the other tile's S, which is free once its softmax has read it (s_loaded).
+    O_t += P_t V of the record before
+    S_t of keys 0 to 63, the late half: it takes the place of that P
+    S of keys 64 to 127, the early half, of the tile that is next: while its O is waited for
+
+so the softmax of one tile runs while the other's products do, and half of it does not wait for its
+own tile's O either. Both halves of an item's first record come where the late one does, lest the
+last O of the item before wait for this one's Q. Where dk = 192 there is one product of all 128
+keys, where the late half is else.
+
+Steps follow one another across items: the first S of an item does not wait for the last O of the
+item before. Products of one thread complete in order; a commit tells who waits for them. The scales
+of an S lie in tensor memory that is free once its late half has been read (s_loaded).
 """
 
 from __future__ import annotations
@@ -18,10 +26,10 @@ from cutlass import Int32
 
 from ringfa4.kernels.sm100 import instructions as ptx
 from ringfa4.kernels.sm100.block import (
-    K_SCALES,
+    EARLY_SCALES,
+    LATE_SCALES,
     OUT,
     P_SCALES,
-    Q_SCALES,
     V_SCALES,
     Block,
     P,
@@ -31,13 +39,16 @@ from ringfa4.kernels.sm100.loads import advanced, slot_and_parity
 from ringfa4.kernels.sm100.specs import ATOM, ROWS
 from ringfa4.kernels.sm100.walk import Segment
 
-# Parities of uses so far, bits of one word: + tile.
-Q_USES, S_USES, P_USES, O_USES = 0, 2, 4, 6
+# Parities of uses so far, bits of one word: + tile, S_USES: + 2 tile + half.
+Q_USES, S_USES, P_USES, O_USES = 0, 2, 6, 8
+
+LATE, EARLY = 0, 1
+"""Halves of S: of keys 0 to 63, of keys 64 to 127."""
 
 
 @cute.jit
 def multiply(block: Block) -> None:
-    slots = block.spec.slots
+    slots, early = block.spec.slots, block.spec.early
     tmem = block.tmem()
     k, v, uses, cleaned = Int32(0), Int32(0), Int32(0), Int32(0)
     waiting, later, last = Int32(0), Int32(0), Int32(0)  # of the record before: its tiles, ...
@@ -51,17 +62,37 @@ def multiply(block: Block) -> None:
             for t in cutlass.range(segment.t0, segment.t1, unroll=1):
                 first, final = Int32(i == 0), Int32(i == count - 1)
                 cut = Int32(segment.cuts(t))
+                k_slot, _ = slot_and_parity(k, slots)
                 for tile in cutlass.range_constexpr(2):
                     if tile < waiting:
                         uses = _values(block, tmem, tile, v, uses, waiting, later, last)
                     if tile < item.tiles:
-                        uses = _logits(
-                            block, tmem, tile, k, uses, item.tiles, first, final, cut, cleaned
-                        )
+                        if cutlass.const_expr(tile == 0):
+                            if cut != 0:  # softmax and the products of V rely on it
+                                v_clean = block.barrier(block.barriers.v_clean, k_slot)
+                                ptx.mbarrier_wait(v_clean, (cleaned >> k_slot) & 1)
+                            _wait_keys(block, k)
+                        if first != 0:
+                            _wait_full(block, block.barriers.q_full + tile, uses, Q_USES + tile)
+                            uses = uses ^ (1 << (Q_USES + tile))
+                            if cutlass.const_expr(early):
+                                uses = _logits(block, tmem, tile, (EARLY,), k, uses)
+                        uses = _logits(block, tmem, tile, (LATE,) if early else (0, 1), k, uses)
+                        if tile == item.tiles - 1:
+                            ptx.commit(block.barrier(block.barriers.k_empty, k_slot))
+                        if final != 0:
+                            ptx.commit(block.barrier(block.barriers.q_empty, tile))
+                    if cutlass.const_expr(early and tile == 0):
+                        if (item.tiles > 1) & (first == 0):
+                            uses = _logits(block, tmem, 1, (EARLY,), k, uses)
                 if waiting > 0:
                     v = advanced(v, slots)
-                cleaned = cleaned ^ (cut << slot_and_parity(k, slots)[0])
+                cleaned = cleaned ^ (cut << k_slot)
                 k = advanced(k, slots)
+                if cutlass.const_expr(early):
+                    if final == 0:
+                        _wait_keys(block, k)
+                        uses = _logits(block, tmem, 0, (EARLY,), k, uses)
                 i += 1
                 waiting, later, last = item.tiles, 1 - first, final
         work += block.ctas
@@ -70,58 +101,56 @@ def multiply(block: Block) -> None:
             uses = _values(block, tmem, tile, v, uses, waiting, later, last)
 
 
+def _wait_keys(block: Block, position: Any) -> None:
+    """Until the record's K is there."""
+    slot, parity = slot_and_parity(position, block.spec.slots)
+    ptx.mbarrier_wait(block.barrier(block.barriers.k_full, slot), parity)
+
+
 @cute.jit
 def _logits(
-    block: Block, tmem: Int32, tile: cutlass.Constexpr, position: Int32, uses: Int32,
-    tiles: Int32, first: Int32, final: Int32, cut: Int32, cleaned: Int32,
+    block: Block, tmem: Int32, tile: cutlass.Constexpr, halves: cutlass.Constexpr,
+    position: Int32, uses: Int32,
 ) -> Int32:  # fmt: skip
-    """S of a tile; ``first`` and ``final``: the item's first and last record.
-
-    Where the record is ``cut``, its V is clean before there is an S: softmax and the products of V
-    rely on it. ``cleaned``: parities of the slots.
-    """
+    """S of a tile: one of its halves, or both."""
     spec, at, barriers = block.spec, block.at, block.barriers
-    slot, parity = slot_and_parity(position, spec.slots)
-    if cutlass.const_expr(tile == 0):
-        if cut != 0:
-            ptx.mbarrier_wait(block.barrier(barriers.v_clean, slot), (cleaned >> slot) & 1)
-        ptx.mbarrier_wait(block.barrier(barriers.k_full, slot), parity)
-        _wait_empty(block, barriers.s_loaded + 1, uses, S_USES + 1)
-    _wait_empty(block, barriers.s_loaded, uses, S_USES)
-    if first != 0:
-        _wait_full(block, barriers.q_full + tile, uses, Q_USES + tile)
-        uses = uses ^ (1 << (Q_USES + tile))
+    slot, _ = slot_and_parity(position, spec.slots)
+    early = halves == (EARLY,)
+    region = tile if early else 1 - tile  # where the scales lie
+    for half in sorted({2 * tile + half for half in halves} | {2 * region + LATE}):
+        _wait_empty(block, barriers.s_loaded + half, uses, S_USES + half)
     ptx.after_thread_sync()
     atoms, tile_bytes = ATOM * spec.k_atoms, ROWS * spec.dk
-    scales = tmem + S[1 - tile]
+    q_scales = tmem + (S[region] + (EARLY_SCALES if early else LATE_SCALES))
+    k_scales = q_scales + 4 * spec.k_atoms
     for atom in cutlass.range_constexpr(spec.k_atoms):
-        for column, source in (
-            (Q_SCALES, block.shared(at.q_scales, atoms, tile)),
-            (K_SCALES, block.shared(at.k_scales, atoms, slot)),
+        for target, source in (
+            (q_scales, block.shared(at.q_scales, atoms, tile)),
+            (k_scales, block.shared(at.k_scales, atoms, slot)),
         ):
             source = ptx.matrix_descriptor(source + atom * ATOM, ptx.SCALES)
-            ptx.copy_scales(scales + (column + 4 * atom), source)
+            ptx.copy_scales(target + 4 * atom, source)
+    key = halves[0] * spec.s_keys
     a = ptx.matrix_descriptor(block.shared(at.q, tile_bytes, tile), ptx.k_major(spec.span))
-    b = ptx.matrix_descriptor(block.shared(at.k, tile_bytes, slot), ptx.k_major(spec.span))
+    keys = block.shared(at.k + key * spec.span, tile_bytes, slot)
+    b = ptx.matrix_descriptor(keys, ptx.k_major(spec.span))
     for step in cutlass.range_constexpr(spec.dk // 32):
         box, within = divmod(step * 32, spec.span)
         offset = (box * ROWS * spec.span + within) // 16
         columns = step // 4 * 4
         ptx.product(
-            tmem + S[tile],
+            tmem + (S[tile] + key),
             a + offset,
             b + offset,
             block.instruction | ptx.scale_bytes(step % 4),
-            scales + (Q_SCALES + columns),
-            scales + (K_SCALES + columns),
+            q_scales + columns,
+            k_scales + (columns + key // 32),  # a column of scales for 32 keys
             Int32(step > 0),
         )
-    ptx.commit(block.barrier(barriers.s_full, tile))
-    if tile == tiles - 1:
-        ptx.commit(block.barrier(barriers.k_empty, slot))
-    if final != 0:
-        ptx.commit(block.barrier(barriers.q_empty, tile))
-    return uses ^ (1 << (S_USES + tile))
+    for half in halves:
+        ptx.commit(block.barrier(barriers.s_full, 2 * tile + half))
+        uses = uses ^ (1 << (S_USES + 2 * tile + half))
+    return uses
 
 
 @cute.jit

@@ -32,7 +32,7 @@ EMULATED = {"sm_100a": 12, "sm_103a": 0}
 LEAVE, WRITE, MERGE = 0, 1, 2
 """Modes of a row of the state: untouched, written (not read), merged into."""
 
-ROW_BYTES = 24
+ROW_BYTES = 32
 """What softmax keeps of a row in shared memory: its reference, sums and maxima."""
 
 SHARED_LIMIT = 227 * 1024
@@ -108,6 +108,19 @@ class ForwardSpec:
         return -(-self.dk // 128)
 
     @property
+    def early(self) -> bool:
+        """Whether S comes in two halves, that of keys 64 to 127 before the O of the record before.
+
+        Tensor memory has no room for the scales of both where a row has two atoms.
+        """
+        return self.k_atoms == 1
+
+    @property
+    def s_keys(self) -> int:
+        """Keys of a product of S."""
+        return ROWS // 2 if self.early else ROWS
+
+    @property
     def slots(self) -> int:
         """Records of K and of V in flight."""
         return 3 if self.dk <= 128 else 2
@@ -167,14 +180,15 @@ class Barriers:
         q_full, k_full, v_full     load (and the bytes)         -> products
         q_empty, k_empty           products (commit)            -> load
         v_empty                    products (commit), guard     -> load
-        s_full                     products (commit)            -> softmax of the tile
+        s_full                     products (commit)            -> softmax of the half
         s_loaded                   softmax, once a warp         -> products
         p_ready, p_rest            softmax, once a warp         -> products
         v_clean                    guard, of records with masks -> products
         o_full                     products (commit), softmax   -> epilogue
         o_empty                    epilogue, once a warp        -> products, softmax
 
-    One of each kind for a tile (q, s, p, o) or a slot (k, v).
+    One of each kind for a tile (q, p, o), for a half of the keys of a tile (s: tile 0's halves,
+    then tile 1's) or for a slot (k, v).
     """
 
     q_full: int
@@ -194,12 +208,12 @@ class Barriers:
 
     @classmethod
     def of(cls, slots: int) -> Barriers:
-        tiles = list(range(0, 16, 2))
-        return cls(*tiles, *(16 + slots * n for n in range(6)))
+        tiles = (0, 2, 4, 8, 12, 14, 16, 18)
+        return cls(*tiles, *(20 + slots * n for n in range(6)))
 
     @property
     def arrivals(self) -> list[int]:
         """How many complete a phase, barrier by barrier."""
         slots = self.count - self.v_clean
-        tiles = [1] * 6 + [8] * 6 + [9] * 2 + [4] * 2
+        tiles = [1] * 8 + [4] * 4 + [8] * 4 + [9] * 2 + [4] * 2
         return tiles + [1] * (3 * slots) + [3] * slots + [1] * slots
