@@ -62,7 +62,7 @@ def multiply(block: Block) -> None:
             for t in cutlass.range(segment.t0, segment.t1, unroll=1):
                 first, final = Int32(i == 0), Int32(i == count - 1)
                 cut = Int32(segment.cuts(t))
-                k_slot, _ = slot_and_parity(k, slots)
+                k_slot, parity = slot_and_parity(k, slots)
                 for tile in cutlass.range_constexpr(2):
                     if tile < waiting:
                         uses = _values(block, tmem, tile, v, uses, waiting, later, last)
@@ -71,7 +71,8 @@ def multiply(block: Block) -> None:
                             if cut != 0:  # softmax and the products of V rely on it
                                 v_clean = block.barrier(block.barriers.v_clean, k_slot)
                                 ptx.mbarrier_wait(v_clean, (cleaned >> k_slot) & 1)
-                            _wait_keys(block, k)
+                            k_full = block.barrier(block.barriers.k_full, k_slot)
+                            ptx.mbarrier_wait(k_full, parity)
                         if first != 0:
                             _wait_full(block, block.barriers.q_full + tile, uses, Q_USES + tile)
                             uses = uses ^ (1 << (Q_USES + tile))
@@ -83,16 +84,14 @@ def multiply(block: Block) -> None:
                         if final != 0:
                             ptx.commit(block.barrier(block.barriers.q_empty, tile))
                     if cutlass.const_expr(early and tile == 0):
-                        if (item.tiles > 1) & (first == 0):
-                            uses = _logits(block, tmem, 1, (EARLY,), k, uses)
+                        wanted = Int32(item.tiles > 1) & (1 - first)
+                        uses = _early(block, tmem, 1, wanted, k, uses)
                 if waiting > 0:
                     v = advanced(v, slots)
                 cleaned = cleaned ^ (cut << k_slot)
                 k = advanced(k, slots)
                 if cutlass.const_expr(early):
-                    if final == 0:
-                        _wait_keys(block, k)
-                        uses = _logits(block, tmem, 0, (EARLY,), k, uses)
+                    uses = _early(block, tmem, 0, 1 - final, k, uses)
                 i += 1
                 waiting, later, last = item.tiles, 1 - first, final
         work += block.ctas
@@ -101,10 +100,16 @@ def multiply(block: Block) -> None:
             uses = _values(block, tmem, tile, v, uses, waiting, later, last)
 
 
-def _wait_keys(block: Block, position: Any) -> None:
-    """Until the record's K is there."""
-    slot, parity = slot_and_parity(position, block.spec.slots)
-    ptx.mbarrier_wait(block.barrier(block.barriers.k_full, slot), parity)
+@cute.jit
+def _early(
+    block: Block, tmem: Int32, tile: cutlass.Constexpr, wanted: Int32, position: Int32, uses: Int32
+) -> Int32:
+    """S of a tile's early half, of a record that is not its item's first."""
+    if wanted != 0:
+        slot, parity = slot_and_parity(position, block.spec.slots)
+        ptx.mbarrier_wait(block.barrier(block.barriers.k_full, slot), parity)
+        uses = _logits(block, tmem, tile, (EARLY,), position, uses)
+    return uses
 
 
 @cute.jit
