@@ -2,11 +2,14 @@
 
 Columns of tensor memory, of 128 lanes x 32 bits:
 
-      0 - 127   S of tile 0      within S, once its softmax has read it:
-    128 - 255   S of tile 1          0 - 31   P of the tile, E4M3
-    256 - 383   O of tile 0         32 - 35   scales of P        36 - 39   scales of V
-    384 - 511   O of tile 1         64 - 71   scales of Q, of the *other* tile's next S
-                                    72 - 79   scales of K, likewise
+      0 - 127   S of tile 0      0 - 63 of keys 0 to 63 (late), 64 - 127 of the others (early)
+    128 - 255   S of tile 1      within the late half, once its softmax has read it:
+    256 - 383   O of tile 0          0 - 31   P of the tile, E4M3
+    384 - 511   O of tile 1         32 - 35   scales of P          36 - 39   scales of V
+                                    40 - 47   scales of Q and K, of the *other* tile's late half
+                                    48 - 55   scales of Q and K, of the tile's own early half
+
+Where dk = 192 S comes whole, and 40 - 55 are scales of Q and K for the other tile's.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from ringfa4.kernels.sm100.walk import Item, visits
 TMEM_COLUMNS = 512
 S, OUT = (0, 128), (256, 384)
 P, P_SCALES, V_SCALES = 0, 32, 36
-Q_SCALES, K_SCALES = 64, 72
+LATE_SCALES, EARLY_SCALES = 40, 48
 
 REFERENCE, SUM, TOP = 0, 8, 16
 """Bytes in a row's words of shared memory: one, and two of two, for either half of the keys."""
@@ -86,7 +89,7 @@ class Block:
         scale = scalars[-1]
         exponent = ptx.maximum(ptx.scaled(ptx.magnitude(scale), LOG2E), Float32(TINY))
         instruction = Int32(scale < 0.0) * ptx.NEGATE_A
-        instruction = instruction | ptx.product_descriptor(spec.ctas, ROWS)
+        instruction = instruction | ptx.product_descriptor(spec.ctas, spec.s_keys)
         rank = ptx.cluster_rank() if spec.ctas == 2 else Int32(0)
         return cls(spec, reduces, base, rank, *maps, *scalars[:-1], exponent, instruction)
 

@@ -89,7 +89,7 @@ class Forward:
         v = _records(kv_records + v_payload, spec.dv, ROWS, rows_kv, n_kv_records, kv_record_bytes)
         self.kernel(
             _tensor_map(q, ROWS, spec.span),
-            _tensor_map(k, spec.k_rows, spec.span),
+            _tensor_map(k, spec.k_box, spec.span),
             _tensor_map(v, spec.v_rows, ROWS),
             q_records, q_record_bytes, q_scales,
             kv_records, kv_record_bytes, k_scales, v_scales,

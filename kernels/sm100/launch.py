@@ -103,7 +103,7 @@ def tensor_maps(spec: ForwardSpec, a: Arguments) -> tuple[TensorMap, TensorMap, 
             a.kv_records + a.k_payload,
             (spec.dk, ROWS, rows_kv, a.n_kv_records),
             (spec.dk, ROWS * spec.dk, a.kv_record_bytes),
-            (span, spec.k_rows, 1, 1),
+            (span, spec.k_box, 1, 1),
             span,
         ),
         TensorMap(

@@ -80,9 +80,10 @@ def _load_k(block: Block, record: Any, head_kv: Any, position: Any) -> None:
     ptx.mbarrier_wait(block.barrier(barriers.k_empty, slot), parity ^ 1)
     full = block.barrier(barriers.k_full, slot)
     ptx.mbarrier_expect(full, tile_bytes + atoms)
-    target = block.shared(at.k, tile_bytes, slot)
-    first = block.rank * spec.k_rows
-    _load_tile(block.k_map, target, spec, spec.k_rows, first, (head_kv, record), full)
+    for start in range(0, spec.k_rows, spec.k_box):  # keys of each product of S
+        first = block.rank * spec.k_box + start * spec.ctas
+        target = block.shared(at.k + start * spec.span, tile_bytes, slot)
+        _load_tile(block.k_map, target, spec, spec.k_rows, first, (head_kv, record), full)
     source = block.kv_records + Int64(record) * block.kv_record_bytes + block.k_scales
     ptx.load_bytes(
         block.shared(at.k_scales, atoms, slot), source + Int64(head_kv) * atoms, atoms, full
@@ -109,7 +110,9 @@ def _load_tile(
     tensor_map: Any, target: Any, spec: ForwardSpec, rows: int, first: Any, of: tuple[Any, Any],
     full: Any,
 ) -> None:  # fmt: skip
-    """``rows`` rows of dk bytes of a (head, record), in boxes as wide as the swizzle."""
+    """A box's rows, or part of a tile of ``rows`` rows of dk bytes, from row ``first`` of a (head,
+    record), in boxes as wide as the swizzle.
+    """
     for box in range(spec.dk // spec.span):
         at = (Int32(box * spec.span), first, *of)
         ptx.load_box(target + box * rows * spec.span, tensor_map, at, full)

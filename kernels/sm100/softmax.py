@@ -70,8 +70,8 @@ def softmax(block: Block, tile: Int32, half: Int32, warp: Int32) -> None:
     """``warp`` of the four with keys 64 ``half`` and on of a tile, 32 rows each."""
     barriers, slots = block.barriers, block.spec.slots
     tmem = block.tmem() + (warp << 21) + tile * ROWS
-    full, done = block.barrier(barriers.s_full, tile), block.barrier(barriers.o_full, tile)
-    empty = block.barrier(barriers.o_empty, tile)
+    full = block.barrier(barriers.s_full, tile * 2 + half)
+    done, empty = block.barrier(barriers.o_full, tile), block.barrier(barriers.o_empty, tile)
     records, items, position = Int32(0), Int32(0), Int32(0)  # parities, and that of V's ring
     work = block.first_work
     while work < block.works:
@@ -84,9 +84,10 @@ def softmax(block: Block, tile: Int32, half: Int32, warp: Int32) -> None:
                 segment = Segment.read(block.segments, number, item)
                 for t in cutlass.range(segment.t0, segment.t1, unroll=1):
                     ptx.mbarrier_wait(full, records)
-                    records = records ^ 1
                     ptx.after_thread_sync()
-                    where = Where(tile, half, warp, tmem, low, t * ROWS + half * KEYS)
+                    start = t * ROWS + half * KEYS
+                    where = Where(tile, half, warp, tmem, low, start, records)
+                    records = records ^ 1
                     if segment.cuts(t):
                         slot, _ = slot_and_parity(position, slots)
                         marks = block.marks(slot) + half * 8
@@ -115,7 +116,10 @@ def softmax(block: Block, tile: Int32, half: Int32, warp: Int32) -> None:
 
 @dataclass(frozen=True)
 class Where:
-    """A warp's part of a record: rows from ``low`` on, keys from ``start`` on, of their chunks."""
+    """A warp's part of a record: rows from ``low`` on, keys from ``start`` on, of their chunks.
+
+    ``parity`` is that of the tile's records so far.
+    """
 
     tile: Int32
     half: Int32
@@ -123,6 +127,7 @@ class Where:
     tmem: Int32
     low: Int32
     start: Int32
+    parity: Int32
 
 
 @cute.jit
@@ -144,9 +149,12 @@ def _record(
     tops = [ptx.maximum(x, floor) for x in maxima]
     own = ptx.maximum(*maxima)
     row = block.row(tile, where.warp * 32 + lane)
-    ptx.store_shared(row + TOP + where.half * 4, own)
+    # Keys 64 to 127 may be a record ahead: two buffers.
+    top = row + TOP + where.parity * 8
+    ptx.store_shared(top + where.half * 4, own)
     barrier(barrier_id=PAIRS + tile * 4 + where.warp, number_of_threads=64)
-    other = ptx.load_shared_float(row + TOP + (where.half ^ 1) * 4)
+    ptx.after_thread_sync()  # the other warp has read its S, which P overwrites, and O is done
+    other = ptx.load_shared_float(top + (where.half ^ 1) * 4)
     early: list[Any] = []
     if cutlass.const_expr(block.reduces):  # where there is time: before that, exponentials bind
         early = _exponentials(logits, c, tops[0], emulated, pairs[:EARLY])
@@ -188,7 +196,8 @@ def _loaded(block: Block, where: Where, segment: Any, lane: Any) -> tuple[list[A
         logits = ptx.tmem_load(source, KEYS)
     ptx.before_thread_sync()
     sync_warp()
-    block.arrive_once(block.barrier(block.barriers.s_loaded, where.tile), lane)
+    loaded = block.barrier(block.barriers.s_loaded, where.tile * 2 + where.half)
+    block.arrive_once(loaded, lane)
     ptx.wall()
     if maxima is None:
         maxima = [_largest(logits[n : n + BLOCK]) for n in range(0, KEYS, BLOCK)]

@@ -37,7 +37,7 @@ memory, of which a pair reads half as much for B of its products."""
 LEAVE, WRITE, MERGE = 0, 1, 2
 """Modes of a row of the state: untouched, written (not read), merged into."""
 
-ROW_BYTES = 24
+ROW_BYTES = 32
 """What softmax keeps of a row in shared memory: its reference, sums and maxima."""
 
 SHARED_LIMIT = 227 * 1024
@@ -122,14 +122,32 @@ class ForwardSpec:
         return -(-self.dk // 128)
 
     @property
+    def early(self) -> bool:
+        """Whether S comes in two halves, that of keys 64 to 127 before the O of the record before.
+
+        Tensor memory has no room for the scales of both where a row has two atoms.
+        """
+        return self.k_atoms == 1
+
+    @property
+    def s_keys(self) -> int:
+        """Keys of a product of S."""
+        return ROWS // 2 if self.early else ROWS
+
+    @property
     def slots(self) -> int:
         """Records of K and of V in flight."""
         return 3 if self.dk <= 128 or self.ctas == 2 else 2
 
     @property
     def k_rows(self) -> int:
-        """Keys of a record that a thread block holds."""
+        """Keys of a record that a thread block holds: a part of each product's."""
         return ROWS // self.ctas
+
+    @property
+    def k_box(self) -> int:
+        """Of these, how many follow one another in the record."""
+        return self.s_keys // 2 if self.ctas == 2 else ROWS
 
     @property
     def v_rows(self) -> int:
@@ -192,15 +210,16 @@ class Barriers:
         q_full, k_full, v_full     load (and the bytes)         -> products, guard (V)
         q_empty, k_empty           products (commit)            -> load
         v_empty                    products (commit), guard     -> load
-        s_full                     products (commit)            -> softmax of the tile
+        s_full                     products (commit)            -> softmax of the half
         s_loaded                   softmax, once a warp         -> products
         p_ready, p_rest            softmax, once a warp         -> products
         v_clean                    guard, of records with masks -> products
         o_full                     products (commit), softmax   -> epilogue
         o_empty                    epilogue, once a warp        -> products, softmax
 
-    One of each kind for a tile (q, s, p, o) or a slot (k, v); ``arrivals`` of all of them, barrier
-    by barrier, complete a phase.
+    One of each kind for a tile (q, p, o), for a half of the keys of a tile (s: tile 0's halves,
+    then tile 1's) or for a slot (k, v); ``arrivals`` of all of them, barrier by barrier, complete a
+    phase.
 
     Of a pair, the leader's products wait for both thread blocks, at barriers of the leader's; what
     they commit arrives at both. There are more then:
@@ -234,7 +253,7 @@ class Barriers:
         extra = ctas - 1  # of a pair: one of each for one of each
         kinds = {  # name: (how many, arrivals that complete a phase)
             "q_full": (tiles, 1), "q_empty": (tiles, 1), "q_peer": (tiles * extra, 1),
-            "s_full": (tiles, 1), "s_loaded": (tiles, 8 * ctas),
+            "s_full": (2 * tiles, 1), "s_loaded": (2 * tiles, 4 * ctas),
             "p_ready": (tiles, 8 * ctas), "p_rest": (tiles, 8 * ctas),
             "o_full": (tiles, 9), "o_empty": (tiles, 4), "o_free": (tiles * extra, 4 * ctas),
             "k_full": (slots, 1), "k_empty": (slots, 1), "k_peer": (slots * extra, 1),
