@@ -162,11 +162,9 @@ class Forward:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == 20:
                 with cute.arch.elect_one():
-                    if cutlass.const_expr(self.spec.ctas == 1):
+                    if block.rank == 0:
                         multiply(block)
-                    elif block.rank == 0:
-                        multiply(block)
-                    else:
+                    elif cutlass.const_expr(self.spec.ctas == 2):
                         relay(block)
             elif warp == 21:
                 with cute.arch.elect_one():

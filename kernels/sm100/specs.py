@@ -171,7 +171,7 @@ class SharedMap:
     What swizzled copies write begins at a multiple of 1024. ``q`` and its scales hold two tiles,
     ``k`` and ``v`` what the thread block has of ``slots`` records, their scales all of it,
     ``p_scales`` an atom for each tile, ``rows`` the words of each row of two tiles, ``staging`` a
-    tile of O, ``v_marks`` a bit for each token of a slot of V, from each thread block that scans it.
+    tile of O, ``v_marks`` a bit for each token of a slot of V from each thread block that scans it.
     """
 
     q: int
@@ -193,7 +193,14 @@ class SharedMap:
         n, atoms = spec.slots, ATOM * spec.k_atoms
         k, v = spec.k_rows * spec.dk, ROWS * spec.v_rows
         sizes = [2 * ROWS * spec.dk, n * k, n * v, ROWS * spec.dv * 4]
-        sizes += [2 * atoms, n * atoms, n * ATOM, 2 * ATOM, 2 * ROWS * ROW_BYTES, 16 * n * spec.ctas]
+        sizes += [
+            2 * atoms,
+            n * atoms,
+            n * ATOM,
+            2 * ATOM,
+            2 * ROWS * ROW_BYTES,
+            16 * n * spec.ctas,
+        ]
         sizes += [-(-8 * len(Barriers.of(spec).arrivals) // 16) * 16, 16]
         offsets = [0]
         for size in sizes:

@@ -89,7 +89,7 @@ def to_e4m3(x: Array) -> Array:
 
 
 def launch(spec: ForwardSpec, a: Arguments) -> None:
-    """All works; a cluster's are those with its number modulo that of clusters, so order is free."""
+    """All works; a cluster's are those with its number modulo all clusters', so order is free."""
     assert a.q_records % 16 == a.q_record_bytes % 128 == a.kv_records % 16 == 0
     assert a.items % 16 == a.segments % 16 == 0
     clusters, rest = divmod(a.ctas, spec.ctas)

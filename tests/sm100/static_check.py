@@ -23,7 +23,7 @@ from typing import Any
 
 from ringfa4.kernels.cute.compile import Compiled, compile_kernel
 from ringfa4.kernels.sm100.launch import Arguments, tensor_maps
-from ringfa4.kernels.sm100.specs import ATOM, ROWS, WRITE, ForwardSpec
+from ringfa4.kernels.sm100.specs import ATOM, EMULATED, ROWS, WRITE, ForwardSpec
 from ringfa4.kernels.sm100.worklist import UNBOUNDED
 
 POINTERS = ("q_records", "kv_records", "acc", "max", "sum", "items", "segments", "modes")
@@ -32,23 +32,26 @@ TYPES = {"q": "u64", "i": "u32", "f": "f32"}
 
 @dataclass(frozen=True)
 class Shape:
-    """``rows`` <= 256 queries, one K/V head; a work for each of ``heads``, on ``ctas`` blocks."""
+    """``rows`` <= 256 ``ctas`` queries, one K/V head; a work for each of ``heads``, on ``teams``
+    thread blocks, or pairs of them where ``ctas`` is 2.
+    """
 
     dk: int = 64
     dv: int = 64
     rows: int = 256
     keys: int = 256
     heads: int = 1
+    teams: int = 1
     ctas: int = 1
     causal: bool = False
 
     @property
     def spec(self) -> ForwardSpec:
-        return ForwardSpec.of(self.dk, self.dv, "sm_100a")
+        return ForwardSpec(self.dk, self.dv, EMULATED["sm_100a"], self.ctas)
 
     @property
     def item(self) -> tuple[int, ...]:
-        return 0, 0, -(-self.rows // ROWS), 0, 0, self.rows, 0, 1
+        return 0, 0, -(-self.rows // (ROWS * self.ctas)), 0, 0, self.rows, 0, 1
 
     @property
     def segment(self) -> tuple[int, ...]:
@@ -70,7 +73,7 @@ class Shape:
             acc=3 << 28, max=4 << 28, sum=5 << 28, acc_b=rows * row, acc_s=row,
             row_b=heads * rows * 4, row_h=rows * 4,
             items=6 << 28, segments=7 << 28, modes=8 << 28, modes_row=rows,
-            n_items=1, scale=0.125, ctas=self.ctas,
+            n_items=1, scale=0.125, ctas=self.ctas * self.teams,
         )  # fmt: skip
 
 
@@ -91,7 +94,13 @@ def program(shape: Shape) -> str:
         r"{ .reg .b32 product; mul.lo.s32 product, \2, \3; add.s32 \1, \4, product; }", ptx
     )
     # It does not know this hint of a matrix product, which says nothing of order.
-    return ptx.replace(".collector::a::discard", "")
+    ptx = ptx.replace(".collector::a::discard", "")
+    if shape.ctas == 1:
+        return ptx
+    # Between thread blocks it asks for the scope that the manual asks for, also where the arrival
+    # hands over nothing but tensor memory and what a unit reads in place.
+    ptx = ptx.replace("arrive.shared::cluster", "arrive.release.cluster.shared::cluster")
+    return ptx.replace("parity.shared.b64", "parity.acquire.cluster.shared::cta.b64")
 
 
 NAN_BYTES = re.compile(
@@ -124,9 +133,9 @@ def configuration(shape: Shape, ptx: str) -> dict[str, Any]:
         "schema": "spverify.kernel-input/v1",
         "entry": compiled(shape.spec).entry,
         "launch": {
-            "grid_dim": [shape.ctas, 1, 1],
+            "grid_dim": [shape.ctas * shape.teams, 1, 1],
             "block_dim": [ForwardSpec.THREADS, 1, 1],
-            "cluster_dim": [1, 1, 1],
+            "cluster_dim": [shape.ctas, 1, 1],
             "dynamic_shared_bytes": shape.spec.SHARED,
         },
         "arguments": [

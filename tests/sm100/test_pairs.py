@@ -1,7 +1,7 @@
 """Pairs of thread blocks: what one alone computes, to the bit, and what only a pair can get wrong.
 
-A pair takes four records of queries at a time, its second thread block the odd ones; each holds half
-of K's keys and of V's columns. Everything else about the kernel is in test_kernel.py.
+A pair takes four records of queries at a time, its second thread block the odd ones; each holds
+half of K's keys and of V's columns. Everything else about the kernel is in test_kernel.py.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def test_relies_on_nothing_that_the_manual_does_not_promise():
     check(pairs(512, 300), EXACT, strict=True)
 
 
-@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
-@pytest.mark.parametrize(("dk", "dv"), SHAPES)
+@pytest.mark.parametrize(
+    ("dk", "dv", "arch"), [*((*dims, "sm_103a") for dims in SHAPES), (128, 128, "sm_100a")]
+)
 def test_head_dimensions(dk, dv, arch):
     case = pairs(512, 400, dk=dk, dv=dv, arch=arch)
     check(case, EXACT)
@@ -130,6 +131,7 @@ def test_nan_of_either_half_of_v_reaches_all_columns_in_both_thread_blocks(colum
 # ---- planted faults -----------------------------------------------------------------------------
 
 REMOTE = r"mbarrier\.arrive\S*\.shared::cluster\.b64 _, \[there\];"
+WAIT = r"RETRY: mbarrier\.try_wait\.parity\.shared[^}]*bra RETRY;"
 FAULTS = {
     "the first thread block alone is told of products": (r"mov\.b16 both, 3;", "mov.b16 both, 1;"),
     "marks stay where they are": (r"st\.shared::cluster\.v4[^;]*;", ""),
@@ -188,11 +190,16 @@ def test_every_arrival_at_the_leader_is_needed(causal):
 
 
 @pytest.mark.slow
-def test_the_relay_waits_for_what_it_tells(causal):
-    """Without any one of its waits the leader may multiply what the other has not loaded."""
+def test_every_wait_of_the_relay_is_needed(causal):
+    """Without it the leader multiplies what its peer may not have loaded."""
     ptx = executed.captured(causal.spec, causal.arch).ptx
-    tells = re.compile(r"RETRY: mbarrier\.try_wait[^}]*\}\s*(?:(?!RETRY)[^}])*?" + REMOTE)
-    assert tells.search(ptx)
+    loop = ptx[ptx.rindex("tcgen05.mma") :]
+    waits = list(re.finditer(WAIT + r"(?=(?:(?!" + WAIT + r").){1,600}" + REMOTE + ")", loop, re.S))
+    assert len(waits) == 4, "Q of either tile, K, V"
+    for wait in waits:
+        at = len(ptx) - len(loop) + wait.start()
+        mutant = ptx[:at] + ptx[at + len(wait[0]) :]
+        assert is_caught(causal, mutant), ptx[:at].count("\n")
 
 
 def test_one_thread_gives_products_of_both():

@@ -26,7 +26,7 @@ SHAPES = {
     "two works on one thread block": {"rows": 128, "keys": 128, "heads": 2},
     "d 128": {"dk": 128, "dv": 128, "rows": 128},
     "four records, so that slots are used again": {"rows": 128, "keys": 512},
-    "two thread blocks, masked": {"heads": 4, "ctas": 2, "rows": 128, "keys": 128, "causal": True},
+    "two thread blocks, masked": {"heads": 4, "teams": 2, "rows": 128, "keys": 128, "causal": True},
 }
 
 
