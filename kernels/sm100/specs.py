@@ -32,8 +32,10 @@ EMULATED = {"sm_100a": 12, "sm_103a": 0}
 LEAVE, WRITE, MERGE = 0, 1, 2
 """Modes of a row of the state: untouched, written (not read), merged into."""
 
-ROW_BYTES = 32
-"""What softmax keeps of a row in shared memory: its reference, sums and maxima."""
+ROW_WORDS, ROW_TOPS = 4, 2
+"""What softmax keeps of a row in shared memory: its reference, sums and maximum, each an array by
+row; and the offsets of its first two blocks, pairs by row: no two rows of a warp share a bank.
+"""
 
 SHARED_LIMIT = 227 * 1024
 """Dynamic shared memory that a thread block can have on SM100."""
@@ -140,9 +142,9 @@ class SharedMap:
     """Byte offsets in dynamic shared memory, whose base is a multiple of 1024.
 
     What swizzled copies write begins at a multiple of 1024. ``q`` and its scales hold two tiles,
-    ``k`` and ``v`` and theirs ``slots`` records, ``p_scales`` an atom for each tile, ``rows`` the
-    words of each row of two tiles, ``staging`` a tile of O, ``v_marks`` a bit for each
-    token of a slot of V.
+    ``k`` and ``v`` and theirs ``slots`` records, ``p_scales`` an atom for each tile, ``rows``
+    and ``tops`` the words of the rows of two tiles, ``staging`` a tile of O, ``v_marks`` a bit for
+    each token of a slot of V.
     """
 
     q: int
@@ -154,6 +156,7 @@ class SharedMap:
     v_scales: int
     p_scales: int
     rows: int
+    tops: int
     v_marks: int
     barriers: int
     tmem_base: int
@@ -163,7 +166,8 @@ class SharedMap:
     def of(cls, spec: ForwardSpec) -> SharedMap:
         n, atoms = spec.slots, ATOM * spec.k_atoms
         sizes = [2 * ROWS * spec.dk, n * ROWS * spec.dk, n * ROWS * spec.dv, ROWS * spec.dv * 4]
-        sizes += [2 * atoms, n * atoms, n * ATOM, 2 * ATOM, 2 * ROWS * ROW_BYTES, 16 * n]
+        sizes += [2 * atoms, n * atoms, n * ATOM, 2 * ATOM]
+        sizes += [2 * ROWS * 4 * ROW_WORDS, 2 * ROWS * 4 * ROW_TOPS, 16 * n]
         sizes += [-(-8 * Barriers.of(n).count // 16) * 16, 16]
         offsets = [0]
         for size in sizes:
@@ -182,7 +186,8 @@ class Barriers:
         v_empty                    products (commit), guard     -> load
         s_full                     products (commit)            -> softmax of the half
         s_loaded                   softmax, once a warp         -> products
-        p_ready, p_rest            softmax, once a warp         -> products
+        p_ready                    softmax, once a warp         -> products
+        p_rest                     softmax of the late half     -> products
         v_clean                    guard, of records with masks -> products
         o_full                     products (commit), softmax   -> epilogue
         o_empty                    epilogue, once a warp        -> products, softmax
@@ -215,5 +220,5 @@ class Barriers:
     def arrivals(self) -> list[int]:
         """How many complete a phase, barrier by barrier."""
         slots = self.count - self.v_clean
-        tiles = [1] * 8 + [4] * 4 + [8] * 4 + [9] * 2 + [4] * 2
+        tiles = [1] * 8 + [4] * 4 + [8] * 2 + [4] * 2 + [9] * 2 + [4] * 2
         return tiles + [1] * (3 * slots) + [3] * slots + [1] * slots
