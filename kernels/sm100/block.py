@@ -23,7 +23,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ringfa4.kernels.sm100 import instructions as ptx
-from ringfa4.kernels.sm100.specs import ROW_BYTES, ROWS, Barriers, ForwardSpec, SharedMap
+from ringfa4.kernels.sm100.specs import (
+    ROW_TOPS,
+    ROW_WORDS,
+    ROWS,
+    Barriers,
+    ForwardSpec,
+    SharedMap,
+)
 from ringfa4.kernels.sm100.walk import Item, visits
 
 TMEM_COLUMNS = 512
@@ -31,8 +38,11 @@ S, OUT = (0, 128), (256, 384)
 P, P_SCALES, V_SCALES = 0, 32, 36
 LATE_SCALES, EARLY_SCALES = 40, 48
 
-REFERENCE, SUM, TOP = 0, 8, 16
-"""Bytes in a row's words of shared memory: one, and two of two, for either half of the keys."""
+LATE, EARLY = 0, 1
+"""Halves of the keys of a record, 0 to 63 and 64 to 127, by when their S is multiplied."""
+
+REFERENCE, SUM, MAXIMUM = 0, 1, 3
+"""A row's words of shared memory; one sum for either half of the keys."""
 
 TINY = 2.0**-100
 """Least scale of a logit: 0 would make NaN of a masked one."""
@@ -109,9 +119,13 @@ class Block:
         """Address of the ``index``-th of regions of ``size`` bytes."""
         return self.base + offset + index * size
 
-    def row(self, tile: Any, row: Any) -> Any:
-        """Address of a row's words."""
-        return self.shared(self.at.rows, ROW_BYTES, tile * ROWS + row)
+    def row(self, tile: Any, row: Any, word: int) -> Any:
+        """Address of a word of a row."""
+        return self.shared(self.at.rows + word * ROWS * 4, 4, tile * (ROW_WORDS * ROWS) + row)
+
+    def tops(self, tile: Any, row: Any) -> Any:
+        """Address of the offsets of a row's first two blocks."""
+        return self.shared(self.at.tops, 4 * ROW_TOPS, tile * ROWS + row)
 
     def marks(self, slot: Any) -> Any:
         """Address of the marks of a slot of V: 16 bytes from each thread block that scans it."""

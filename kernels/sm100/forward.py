@@ -29,7 +29,7 @@ from cutlass.base_dsl import Arch, BaseDSL
 from cutlass.cute.nvgpu import cpasync
 
 from ringfa4.kernels.sm100 import instructions as ptx
-from ringfa4.kernels.sm100.block import TMEM_COLUMNS, Block
+from ringfa4.kernels.sm100.block import EARLY, LATE, TMEM_COLUMNS, Block
 from ringfa4.kernels.sm100.epilogue import finish
 from ringfa4.kernels.sm100.guard import guard
 from ringfa4.kernels.sm100.loads import load
@@ -154,7 +154,10 @@ class Forward:
         ptx.after_thread_sync()
         if warp < 16:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            softmax(block, warp // 8, warp // 4 % 2, warp % 4)
+            if warp // 4 % 2 == LATE:
+                softmax(block, warp // 8, LATE, warp % 4)
+            else:
+                softmax(block, warp // 8, EARLY, warp % 4)
         elif warp < 20:
             cute.arch.setmaxregister_decrease(EPILOGUE_REGISTERS)
             finish(block, warp - 16, lane)

@@ -174,8 +174,14 @@ def ones(predicate: Int32) -> Any:
 
 
 def low_bytes(words: Sequence[Any]) -> Any:
-    """The lowest bytes of two words in the low half of one, the first lowest."""
-    return _asm("prmt.b32 $0, $1, $2, 0x0040;", [Int32], *words, pure=True)
+    """The lowest bytes of four words, the first lowest."""
+    return _asm(
+        "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x0040; prmt.b32 high, $3, $4, 0x0040; "
+        "prmt.b32 $0, low, high, 0x5410; }",
+        [Int32],
+        *words,
+        pure=True,
+    )
 
 
 def nan_bytes(word: Int32) -> Any:
@@ -232,12 +238,13 @@ def equal(x: Float32, y: float) -> Any:
     return _asm(code, [Int32], x, pure=True)
 
 
-def any_lane(predicate: Int32) -> Any:
-    """1 in all lanes if the predicate is not 0 in any."""
+def any_thread(barrier: Int32, threads: int, predicate: Int32) -> Any:
+    """Meet so many threads at a named barrier; 1 if the predicate is not 0 in any of them."""
     return _asm(
-        "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; vote.sync.any.pred q, p, -1; "
-        "selp.b32 $0, 1, 0, q; }",
+        "{ .reg .pred p, q; setp.ne.s32 p, $2, 0; "
+        f"bar.red.or.pred q, $1, {threads}, p; selp.b32 $0, 1, 0, q; }}",
         [Int32],
+        barrier,
         predicate,
     )
 
@@ -315,21 +322,6 @@ def load_shared(address: Int32, count: int) -> Any:
 
 def load_shared_float(address: Int32) -> Any:
     return _asm("ld.shared.b32 $0, [$1];", [Float32], address)
-
-
-def load_shared_pair(address: Int32) -> Any:
-    """Two words of shared memory."""
-    return _asm("ld.shared.v2.b32 {$0, $1}, [$2];", [Int32] * 2, address)
-
-
-def store_shared_half(address: Int32, value: Int32) -> None:
-    """The low 16 bits."""
-    _asm(
-        "{ .reg .b16 low, high; mov.b32 {low, high}, $1; st.shared.b16 [$0], low; }",
-        [],
-        address,
-        value,
-    )
 
 
 def load_shared_words(address: Int32) -> Any:

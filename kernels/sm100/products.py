@@ -30,7 +30,9 @@ from cutlass import Int32
 
 from ringfa4.kernels.sm100 import instructions as ptx
 from ringfa4.kernels.sm100.block import (
+    EARLY,
     EARLY_SCALES,
+    LATE,
     LATE_SCALES,
     OUT,
     P_SCALES,
@@ -45,9 +47,6 @@ from ringfa4.kernels.sm100.walk import Segment
 
 # Parities of uses so far, bits of one word: + tile, S_USES: + 2 tile + half.
 Q_USES, S_USES, P_USES, O_USES = 0, 2, 6, 8
-
-LATE, EARLY = 0, 1
-"""Halves of S: of keys 0 to 63, of keys 64 to 127."""
 
 
 @cute.jit
@@ -183,7 +182,7 @@ def _values(
     ):
         ptx.copy_scales(spec.ctas, region + column, ptx.matrix_descriptor(source, ptx.SCALES))
     b = ptx.matrix_descriptor(block.shared(at.v, ROWS * spec.v_rows, slot), ptx.k_major(ROWS))
-    for step, begins in ((0, True), (2, False), (1, False), (3, False)):
+    for step, begins in ((2, True), (3, False), (0, False), (1, False)):
         if cutlass.const_expr(step == 1):
             _wait_full(block, barriers.p_rest + tile, uses, P_USES + tile)
             ptx.after_thread_sync()

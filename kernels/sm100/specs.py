@@ -37,8 +37,10 @@ memory, of which a pair reads half as much for B of its products."""
 LEAVE, WRITE, MERGE = 0, 1, 2
 """Modes of a row of the state: untouched, written (not read), merged into."""
 
-ROW_BYTES = 32
-"""What softmax keeps of a row in shared memory: its reference, sums and maxima."""
+ROW_WORDS, ROW_TOPS = 4, 2
+"""What softmax keeps of a row in shared memory: its reference, sums and maximum, each an array by
+row; and the offsets of its first two blocks, pairs by row: no two rows of a warp share a bank.
+"""
 
 SHARED_LIMIT = 227 * 1024
 """Dynamic shared memory that a thread block can have on SM100."""
@@ -170,8 +172,9 @@ class SharedMap:
 
     What swizzled copies write begins at a multiple of 1024. ``q`` and its scales hold two tiles,
     ``k`` and ``v`` what the thread block has of ``slots`` records, their scales all of it,
-    ``p_scales`` an atom for each tile, ``rows`` the words of each row of two tiles, ``staging`` a
-    tile of O, ``v_marks`` a bit for each token of a slot of V from each thread block that scans it.
+    ``p_scales`` an atom for each tile, ``rows`` and ``tops`` the words of the rows of two tiles,
+    ``staging`` a tile of O, ``v_marks`` a bit for each token of a slot of V from each thread block
+    that scans it.
     """
 
     q: int
@@ -183,6 +186,7 @@ class SharedMap:
     v_scales: int
     p_scales: int
     rows: int
+    tops: int
     v_marks: int
     barriers: int
     tmem_base: int
@@ -193,14 +197,8 @@ class SharedMap:
         n, atoms = spec.slots, ATOM * spec.k_atoms
         k, v = spec.k_rows * spec.dk, ROWS * spec.v_rows
         sizes = [2 * ROWS * spec.dk, n * k, n * v, ROWS * spec.dv * 4]
-        sizes += [
-            2 * atoms,
-            n * atoms,
-            n * ATOM,
-            2 * ATOM,
-            2 * ROWS * ROW_BYTES,
-            16 * n * spec.ctas,
-        ]
+        sizes += [2 * atoms, n * atoms, n * ATOM, 2 * ATOM]
+        sizes += [2 * ROWS * 4 * ROW_WORDS, 2 * ROWS * 4 * ROW_TOPS, 16 * spec.ctas * n]
         sizes += [-(-8 * len(Barriers.of(spec).arrivals) // 16) * 16, 16]
         offsets = [0]
         for size in sizes:
@@ -219,7 +217,8 @@ class Barriers:
         v_empty                    products (commit), guard     -> load
         s_full                     products (commit)            -> softmax of the half
         s_loaded                   softmax, once a warp         -> products
-        p_ready, p_rest            softmax, once a warp         -> products
+        p_ready                    softmax, once a warp         -> products
+        p_rest                     softmax of the late half     -> products
         v_clean                    guard, of records with masks -> products
         o_full                     products (commit), softmax   -> epilogue
         o_empty                    epilogue, once a warp        -> products, softmax
@@ -261,7 +260,7 @@ class Barriers:
         kinds = {  # name: (how many, arrivals that complete a phase)
             "q_full": (tiles, 1), "q_empty": (tiles, 1), "q_peer": (tiles * extra, 1),
             "s_full": (2 * tiles, 1), "s_loaded": (2 * tiles, 4 * ctas),
-            "p_ready": (tiles, 8 * ctas), "p_rest": (tiles, 8 * ctas),
+            "p_ready": (tiles, 8 * ctas), "p_rest": (tiles, 4 * ctas),
             "o_full": (tiles, 9), "o_empty": (tiles, 4), "o_free": (tiles * extra, 4 * ctas),
             "k_full": (slots, 1), "k_empty": (slots, 1), "k_peer": (slots * extra, 1),
             "v_full": (slots, 1), "v_empty": (slots, 3), "v_peer": (slots * extra, 1),

@@ -19,10 +19,10 @@ Tables are int32, one line for each item and segment, on the CPU:
 ``q_record`` counts the records of the local queries, chunk after chunk; ``row`` is the item's first
 row in the local tensors, ``first`` the same within its chunk, ``rows`` how many exist; ``tiles``,
 1 or 2, how many each of ``ctas`` thread blocks computes: tile t of thread block r is record
-``q_record`` + ``ctas`` t + r, or nothing where that lies behind the rows. A pair (i, j) of a segment
-is allowed where q0 <= i < q1, k0 <= j < k1, lo <= j - i <= hi (unbounded: -+UNBOUNDED). Token j lies
-in row j % 128 of packed record ``record`` + j // 128; ``record`` may be negative, when the chunk's
-first records were not fetched.
+``q_record`` + ``ctas`` t + r, or nothing where that lies behind the rows. A pair (i, j) of a
+segment is allowed where q0 <= i < q1, k0 <= j < k1, lo <= j - i <= hi (unbounded: -+UNBOUNDED).
+Token j lies in row j % 128 of packed record ``record`` + j // 128; ``record`` may be negative, when
+the chunk's first records were not fetched.
 
 Items come longest first (most pairs of records): a launch hands them out in order, so the shortest
 ones fill the gaps at the end. Left out: cutting a long item along its keys, which would need a

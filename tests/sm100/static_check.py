@@ -5,8 +5,8 @@ to shared, tensor and global memory are ordered. Control flow must not depend on
 kernel walks tables: so the tables of the launch are written into the PTX, each read of a line
 becoming constants (one item, one band, all rows written; the same for every work of the launch).
 V holds no NaN: what the guard finds is a constant too (marking takes atomics, which the verifier
-does not know). What still depends on data is whether references move; of such a branch the verifier
-takes one side, here the one that moves them (its assumption "representative branches").
+does not know). Whether references move depends on data, so that is one of the launch's choices; for
+what else does, the verifier takes one side (its assumption "representative branches").
 
 Needs nvidia-cutlass-dsl and sentryward; a launch takes minutes.
 """
@@ -34,6 +34,8 @@ TYPES = {"q": "u64", "i": "u32", "f": "f32"}
 class Shape:
     """``rows`` <= 256 ``ctas`` queries, one K/V head; a work for each of ``heads``, on ``teams``
     thread blocks, or pairs of them where ``ctas`` is 2.
+
+    ``moves``: some row's reference moves in each record, rather than none in any.
     """
 
     dk: int = 64
@@ -44,6 +46,7 @@ class Shape:
     teams: int = 1
     ctas: int = 1
     causal: bool = False
+    moves: bool = True
 
     @property
     def spec(self) -> ForwardSpec:
@@ -89,6 +92,9 @@ def program(shape: Shape) -> str:
     ptx = baked(compiled(shape.spec).ptx, shape.item, shape.segment)
     ptx, scans = NAN_BYTES.subn(r"mov.b32 \1, 0;", ptx)
     assert scans, "the kernel looks for NaN of V in another way"
+    # It does not know barriers that reduce; what they would find is the launch's choice.
+    ptx, meetings = REDUCING.subn(rf"bar.sync \1; mov.b32 \2, {int(shape.moves)};", ptx)
+    assert meetings, "the warps of the same rows meet in another way"
     # It follows the address of tensor memory through an addition, not through this instruction.
     ptx = MULTIPLY_ADD.sub(
         r"{ .reg .b32 product; mul.lo.s32 product, \2, \3; add.s32 \1, \4, product; }", ptx
@@ -106,6 +112,7 @@ def program(shape: Shape) -> str:
 NAN_BYTES = re.compile(
     r"\{ \.reg \.b32 t; and\.b32 t, %r\d+, 0x7f7f7f7f; [^}]*and\.b32 (%r\d+), t, 0x01010101; \}"
 )
+REDUCING = re.compile(r"bar\.red\.or\.pred q, (%r\d+, \d+), p; selp\.b32 (%r\d+), 1, 0, q;")
 MULTIPLY_ADD = re.compile(r"mad\.lo\.s32\s+(%r\d+), (%r\d+), (-?\d+|%r\d+), (%r\d+);")
 
 
