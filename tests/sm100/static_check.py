@@ -95,6 +95,12 @@ def program(shape: Shape) -> str:
     # It does not know barriers that reduce; what they would find is the launch's choice.
     ptx, meetings = REDUCING.subn(rf"bar.sync \1; mov.b32 \2, {int(shape.moves)};", ptx)
     assert meetings, "the warps of the same rows meet in another way"
+    # It orders a product behind the copy of its scales (9.7.16.6.2: behind any) where they begin at
+    # the same column; those of keys 64 to 127 begin two columns on.
+    scales = {found[1] for found in PRODUCT_SCALES.finditer(ptx)}
+    ptx = CONSTANT_ADDED.sub(
+        lambda x: f"{x[1]}{int(x[3]) // 4 * 4};" if x[2] in scales else x[0], ptx
+    )
     # It follows the address of tensor memory through an addition, not through this instruction.
     ptx = MULTIPLY_ADD.sub(
         r"{ .reg .b32 product; mul.lo.s32 product, \2, \3; add.s32 \1, \4, product; }", ptx
@@ -113,6 +119,8 @@ NAN_BYTES = re.compile(
     r"\{ \.reg \.b32 t; and\.b32 t, %r\d+, 0x7f7f7f7f; [^}]*and\.b32 (%r\d+), t, 0x01010101; \}"
 )
 REDUCING = re.compile(r"bar\.red\.or\.pred q, (%r\d+, \d+), p; selp\.b32 (%r\d+), 1, 0, q;")
+PRODUCT_SCALES = re.compile(r"tcgen05\.mma\.[^;]*, \[(%r\d+)\], p;")
+CONSTANT_ADDED = re.compile(r"(add\.s32\s+(%r\d+), %r\d+, )(\d+);")
 MULTIPLY_ADD = re.compile(r"mad\.lo\.s32\s+(%r\d+), (%r\d+), (-?\d+|%r\d+), (%r\d+);")
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 from ptx import build
-from ptx.machine import ADVERSARIAL
+from ptx.machine import ADVERSARIAL, ExecutionError
 from torch import Tensor
 
-from ringfa4.kernels.sm100.specs import LEAVE, MERGE, WRITE, ForwardSpec
+from ringfa4.kernels.sm100.specs import LEAVE, MERGE, WRITE, Barriers, ForwardSpec
 from ringfa4.mask import Band
 from ringfa4.state import State, merge_weights
 from ringfa4.testing.compare import sqnr_db
@@ -256,6 +256,45 @@ def test_both_products_are_block_scaled(arch):
     assert ".local" not in ptx
 
 
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_fences_surround_the_meetings_of_the_warps(arch):
+    """What the late half has read of S, and that O is done, reaches the early half through a named
+    barrier; neither the executor nor the static verifier asks for the fences that tell tensor
+    memory.
+    """
+    ptx = executed.compiled(ForwardSpec(128, 128, 12), arch).__ptx__
+    meetings = [found.start() for found in re.finditer(r"\bbar\.red\.or", ptx)]
+    assert len(meetings) == 4  # of either half, of records with and without masks
+    for n in meetings:
+        before, after = ptx.rindex("tcgen05.", 0, n), ptx.index("tcgen05.", n)
+        assert ptx[before:].startswith("tcgen05.fence::before_thread_sync")
+        assert ptx[after:].startswith("tcgen05.fence::after_thread_sync")
+
+
+@pytest.mark.parametrize("tile", [0, 1])
+@pytest.mark.parametrize("half", [0, 1])
+def test_no_product_overwrites_what_was_not_read(tile, half):
+    """Without the waits for a half of a tile to be loaded, its S or the scales over it are lost."""
+    case = gaussian(256, 640, dk=64, dv=64, ctas=1)
+    right = filled(case)
+    case.execute(right, strict=True)
+    kernel = executed.captured(case.spec, case.arch)
+    original, spec = kernel.ptx, case.spec
+    barrier = Barriers.of(spec.slots).s_loaded + 2 * tile + half
+    register = re.compile(rf"add\.s32 \t(%r\d+), %r\d+, {spec.shared.barriers + 8 * barrier};")
+    waited = "|".join({found[1] for found in register.finditer(original)})
+    waits = rf"mbarrier\.try_wait\S+ p, \[({waited})\], [^;]*;"
+    mutant, dropped = re.subn(waits, "mov.pred p, 1;", original)
+    assert dropped >= 2
+    try:
+        kernel.use(mutant)
+        with pytest.raises(ExecutionError, match=r"race|complete"):
+            for schedule in ADVERSARIAL:
+                case.execute(filled(case), schedule=schedule)
+    finally:
+        kernel.use(original)
+
+
 @pytest.mark.slow
 def test_planted_faults_are_caught():
     """A commit, wait, arrival, fence, copy or product less. Survivors: waits for slots that were
@@ -279,7 +318,8 @@ def test_planted_faults_are_caught():
         counts, _ = survivors(original, result.by_line, still_right, limit=6)
     finally:
         kernel.use(original)
-    for kind in ("drop commit", "drop arrive", "drop copy", "drop mma", "drop scale copy"):
+    always = ("drop commit", "drop arrive", "drop copy", "drop mma", "drop scale copy")
+    for kind in (*always, "drop reducing barrier"):
         caught, planted = counts[kind]
         assert planted and caught == planted, (kind, counts)
     caught, planted = (sum(n[i] for n in counts.values()) for i in (0, 1))
