@@ -22,11 +22,12 @@ pytestmark = [
 
 SHAPES = {
     "two tiles, two records": {},
+    "references that do not move": {"moves": False},
     "masked": {"causal": True},
     "two works on one thread block": {"rows": 128, "keys": 128, "heads": 2},
     "d 128": {"dk": 128, "dv": 128, "rows": 128},
     "four records, so that slots are used again": {"rows": 128, "keys": 512},
-    "two thread blocks, masked": {"heads": 4, "ctas": 2, "rows": 128, "keys": 128, "causal": True},
+    "two thread blocks, masked": {"heads": 4, "teams": 2, "rows": 128, "keys": 128, "causal": True},
 }
 
 
@@ -44,7 +45,10 @@ def test_no_deadlock_and_no_race(name: str, tmp_path: Path) -> None:
 FAULTS = {
     "a commit is dropped": (r"tcgen05\.commit[^;]*;", 1, "not_wellsynced"),
     "lanes speak for their warps too early": (r"bar\.warp\.sync[^;]*;", 0, "not_wellsynced"),
-    "pairs of warps do not meet": (r"(?<=\t)bar\.sync[^;]*, 64;", 0, "potential_race"),
+    "warps of the same rows do not meet": (r"(?<= )bar\.sync[^;]*, 64;", 0, "potential_race"),
+    "they do not meet again over their maxima": (
+        r"(?<=\t)bar\.sync \t%r\d+, 64;", 0, "potential_race",
+    ),
     "stores to tensor memory are not waited for": (
         r"tcgen05\.wait::st[^;]*;", 0, "invalid_lifecycle",
     ),

@@ -494,6 +494,18 @@ class Interpreter {
       throw Fault("protocol", "barrier " + std::to_string(id) + ": one warp expects " +
                                   std::to_string(b.expected) + " threads, another " +
                                   std::to_string(threads));
+    const int reduction = i.sub >= 2 ? i.sub : 0;
+    if (b.arrived && b.reduction != reduction)
+      throw Fault("protocol", "barrier " + std::to_string(id) +
+                                  ": warps disagree on what it reduces, or whether it does");
+    b.reduction = reduction;
+    if (reduction) {
+      u32 p = w.predicates[static_cast<size_t>(i.a[3])];
+      if (i.flags & F_NEGATE_SOURCE) p = ~p;
+      b.any |= (p & mask) != 0;
+      b.all &= (~p & mask) == 0;
+      b.targets.emplace_back(&w, static_cast<size_t>(i.a[2]));
+    }
     b.expected = threads;
     b.arrived += kWarpSize;
     b.arriving.join(publish(w));
@@ -509,6 +521,13 @@ class Interpreter {
   }
 
   void complete_barrier(NamedBarrier& b) {
+    for (const auto& [warp, slot] : b.targets) {
+      u32& d = warp->predicates[slot];
+      d = (b.reduction == 2 ? b.any : b.all) ? d | warp->live : d & ~warp->live;
+    }
+    b.targets.clear();
+    b.any = false;
+    b.all = true;
     b.released.join(b.arriving);
     b.arriving.clear();
     b.arrived = 0;

@@ -163,14 +163,20 @@ struct MBarrier {
   u32 made = 0;
 };
 
+struct Warp;
+struct Cta;
+struct Cluster;
+
 struct NamedBarrier {  // PTX ISA 9.7.13.1 "bar, barrier"
   u32 arrived = 0, expected = 0;
   u64 generation = 0;
   Knowledge arriving, released;
+  // Of the phase under way: whether its warps reduce (sub of BARRIER, else 0), predicates so far,
+  // and the warps that get the result, with the slot of their predicate.
+  int reduction = 0;
+  bool any = false, all = true;
+  std::vector<std::pair<Warp*, size_t>> targets;
 };
-
-struct Cta;
-struct Cluster;
 
 struct Wait {
   enum Kind { None, OnMBarrier, OnBarrier, OnCluster, OnAllocation, OnLanes } kind = None;
