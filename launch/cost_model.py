@@ -128,6 +128,11 @@ class Counted:
         return cycles(True), cycles(False)
 
     @property
+    def pairs(self) -> bool:
+        """Whether two thread blocks share products."""
+        return any(x.m == 256 for x, _ in instructions(self.tile))
+
+    @property
     def _rate(self) -> float:
         return RATES[f"mma, {self.bits}-bit"].per_clock
 

@@ -73,7 +73,8 @@ def as_json() -> dict[str, Any]:
 
 def _label(kernel: Counted) -> str:
     emulated = "" if kernel.emulated is None else f", {kernel.emulated} of 32 polynomials"
-    return f"{kernel.title}, {kernel.arch.name}{emulated}"
+    pairs = ", pairs" if kernel.pairs else ""
+    return f"{kernel.title}, {kernel.arch.name}{pairs}{emulated}"
 
 
 def unit_rows(kernels: Mapping[str, Counted]) -> list[tuple[str, ...]]:

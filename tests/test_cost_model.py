@@ -305,8 +305,10 @@ def test_the_loop_has_what_was_executed(kernel: Counted) -> None:
 def test_our_kernel_is_counted_as_it_is_shipped() -> None:
     for name, source in counts.SOURCES.items():
         if source.ours:
+            spec, kernel = counts.shipped(source.arch), committed()[name]
             again = f"count it again: python -m ptx.counts {name}"
-            assert committed()[name].emulated == counts.shipped(source.arch), again
+            found = (kernel.emulated, kernel.pairs, kernel.halves)
+            assert found == (spec.emulated, spec.ctas == 2, spec.early), again
 
 
 def test_our_kernel_takes_its_fullest_unit_less_than_fa4_fp8_does() -> None:

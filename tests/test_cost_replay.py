@@ -184,8 +184,8 @@ def test_products_of_halves_alone_bound_loops_that_do_nothing() -> None:
 
 def test_the_early_half_is_not_in_the_chain() -> None:
     """From O to O: 100 of O, 60 of the late half, 102 from S to P, the handshake; the early half is
-    multiplied as soon as S is loaded, 100 cycles before P. The whole S would be 60 more. Four warps on
-    a scheduler: each may find it taken by the three others.
+    multiplied as soon as S is loaded, 100 cycles before P. The whole S would be 60 more. A warp may
+    find the scheduler taken by three others.
     """
     work = [Op("other", 10)] * 10
     kernel = halves((LOADED, *work, P), (LOADED, *work, P), shared_scales=False)

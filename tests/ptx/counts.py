@@ -25,15 +25,18 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringfa4.launch.cost_model import COUNTS
 from ringfa4.launch.cost_replay import Op
 
 from . import sass
+
+if TYPE_CHECKING:
+    from ringfa4.kernels.sm100.specs import ForwardSpec
 
 ROOT = Path(__file__).parents[1]
 KEYS = (1024, 2048)
@@ -252,24 +255,23 @@ def ours(source: Source, emulated: int | None = None) -> dict[str, Any]:
     from sm100 import executed as cases
 
     from ringfa4.kernels.cute.compile import compile_kernel
-    from ringfa4.kernels.sm100.specs import ForwardSpec
     from ringfa4.state import State
 
-    if emulated is None:
-        emulated = shipped(source.arch)
-    spec = ForwardSpec(128, 128, emulated)
+    spec = shipped(source.arch)
+    if emulated is not None:
+        spec = replace(spec, emulated=emulated)
     # Warps that the softmax has for each tile on a scheduler, beside 8 for everything else.
-    warps = (ForwardSpec.THREADS // 32 - 8) // 8
-    exps = (128 - 4 * emulated) // warps
+    warps = (spec.THREADS // 32 - 8) // 8
+    exps = (128 - 4 * spec.emulated) // warps
     cubin = compile_kernel(spec, source.arch).cubin
-    loops = of_loops(cubin, exps * 9 // 10, warps, getattr(spec, "early", False))
-    about = {"emulated": emulated, "parts": shares(loops["loops"])}
+    loops = of_loops(cubin, exps * 9 // 10, warps, spec.early)
+    about = {"emulated": spec.emulated, "parts": shares(loops["loops"])}
     about |= {"shared_scales": True, "rescales": False}
     captured = cases.captured(spec, source.arch)
     cases.captured = lambda *_: captured  # type: ignore[assignment]
 
     def run(keys: int) -> Mapping[str, int]:
-        case = cases.gaussian(QUERIES, keys, emulated=emulated, ctas=2)
+        case = cases.gaussian(QUERIES, keys, emulated=spec.emulated, ctas=spec.ctas, teams=2)
         state = State(1, QUERIES, 1, 128, device=torch.device("cpu"))
         result = case.execute(state)
         return result.by_opcode + result.work  # type: ignore[no-any-return]
@@ -287,11 +289,11 @@ def shares(loops: Sequence[str]) -> list[float]:
     return [first, *[(1 - first) / rest] * rest]
 
 
-def shipped(arch: str) -> int:
-    """Polynomials of each 32 exponentials that our kernel is compiled with for ``arch``."""
-    from ringfa4.kernels.sm100.specs import EMULATED
+def shipped(arch: str) -> ForwardSpec:
+    """How our kernel is compiled for ``arch``, d 128."""
+    from ringfa4.kernels.sm100.specs import ForwardSpec
 
-    return EMULATED[arch]
+    return ForwardSpec.of(128, 128, arch)
 
 
 def executed(run: Callable[[int], Mapping[str, int]]) -> dict[str, Any]:

@@ -119,9 +119,7 @@ def _instruction(text: str, high: int) -> Instruction:
     )
 
 
-def loops(
-    listing: Listing, mnemonic: str, least: int, number: int = 1
-) -> list[list[Instruction]]:
+def loops(listing: Listing, mnemonic: str, least: int, number: int = 1) -> list[list[Instruction]]:
     """The ``number`` shortest ways round that execute ``mnemonic`` at least ``least`` times, each
     in blocks of its own.
 
