@@ -285,8 +285,8 @@ def shares(loops: Sequence[str]) -> list[float]:
     """
     published = [loop.count("/P") for loop in loops]
     first = sum(1 / n for n in published) / len(published)
-    rest = max(published) - 1
-    return [first, *[(1 - first) / rest] * rest]
+    later = max(published) - 1
+    return [first, *((1 - first) / later for _ in range(later))]
 
 
 def shipped(arch: str) -> ForwardSpec:
