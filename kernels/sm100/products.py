@@ -2,7 +2,7 @@
 
 S = Q K^T of a tile comes in two halves of 64 keys. Record after record, tile after tile:
 
-    O_t += P_t V of the record before
+    O_t += P_t V of the record before; the scales of S_t are copied while the rest of P_t is made
     S_t of keys 0 to 63, the late half: it takes the place of that P
     S of keys 64 to 127, the early half, of the tile that is next: while its O is waited for
 
@@ -65,21 +65,23 @@ def multiply(block: Block) -> None:
             for t in cutlass.range(segment.t0, segment.t1, unroll=1):
                 first, final = Int32(i == 0), Int32(i == count - 1)
                 cut = Int32(segment.cuts(t))
-                k_slot, parity = slot_and_parity(k, slots)
+                k_slot, _ = slot_and_parity(k, slots)
                 for tile in cutlass.range_constexpr(2):
                     if tile < waiting:
-                        uses = _values(block, tmem, tile, v, uses, waiting, later, last)
+                        uses = _values(
+                            block, tmem, tile, v, uses, waiting, later, last, 1 - first, k
+                        )
                     if tile < item.tiles:
                         if cutlass.const_expr(tile == 0):
-                            if cut != 0:  # softmax and the products of V rely on it
-                                _wait_clean(block, k_slot, (cleaned >> k_slot) & 1)
-                            _wait_k(block, k_slot, parity)
+                            _wait_clean(block, cut, k_slot, cleaned)
                         if first != 0:
                             _wait_q(block, tile, uses)
                             uses = uses ^ (1 << (Q_USES + tile))
                             if cutlass.const_expr(early):
+                                _copy_scales(block, tmem, tile, (EARLY,), k, uses)
                                 uses = _logits(block, tmem, tile, (EARLY,), k, uses)
-                        uses = _logits(block, tmem, tile, (LATE,) if early else (0, 1), k, uses)
+                            _copy_scales(block, tmem, tile, _late(block), k, uses)
+                        uses = _logits(block, tmem, tile, _late(block), k, uses)
                         if tile == item.tiles - 1:
                             _commit(block, block.barriers.k_empty, k_slot)
                         if final != 0:
@@ -98,7 +100,18 @@ def multiply(block: Block) -> None:
         work += block.step
     for tile in cutlass.range_constexpr(2):
         if tile < waiting:
-            uses = _values(block, tmem, tile, v, uses, waiting, later, last)
+            uses = _values(block, tmem, tile, v, uses, waiting, later, last, Int32(0), k)
+
+
+@cute.jit
+def _wait_clean(block: Block, cut: Int32, slot: Int32, cleaned: Int32) -> None:
+    """Where the record is ``cut``, its V is clean before its late S: softmax and the products of V
+    rely on it. ``cleaned``: parities of the slots.
+    """
+    if cut != 0:
+        # Guards of a pair mark what they found in each other's shared memory.
+        wait = ptx.mbarrier_wait if block.spec.ctas == 1 else ptx.mbarrier_wait_cluster
+        wait(block.barrier(block.barriers.v_clean, slot), (cleaned >> slot) & 1)
 
 
 @cute.jit
@@ -107,28 +120,39 @@ def _early(
 ) -> Int32:
     """S of a tile's early half, of a record that is not its item's first."""
     if wanted != 0:
-        slot, parity = slot_and_parity(position, block.spec.slots)
-        _wait_k(block, slot, parity)
+        _copy_scales(block, tmem, tile, (EARLY,), position, uses)
         uses = _logits(block, tmem, tile, (EARLY,), position, uses)
     return uses
 
 
+def _late(block: Block) -> tuple[int, ...]:
+    """The halves of what takes the place of P."""
+    return (LATE,) if block.spec.early else (LATE, EARLY)
+
+
+def _scales(block: Block, tmem: Any, tile: int, halves: tuple[int, ...]) -> tuple[Any, Any]:
+    """Where the scales of Q and of K lie for an S."""
+    columns = S[tile] + EARLY_SCALES if halves == (EARLY,) else S[1 - tile] + LATE_SCALES
+    return tmem + columns, tmem + (columns + 4 * block.spec.k_atoms)
+
+
 @cute.jit
-def _logits(
+def _copy_scales(
     block: Block, tmem: Int32, tile: cutlass.Constexpr, halves: cutlass.Constexpr,
     position: Int32, uses: Int32,
-) -> Int32:  # fmt: skip
-    """S of a tile: one of its halves, or both."""
+) -> None:  # fmt: skip
+    """Wait for a record's K, and until neither its S nor scales of it overwrite what is not read;
+    copy these.
+    """
     spec, at, barriers = block.spec, block.at, block.barriers
-    slot, _ = slot_and_parity(position, spec.slots)
-    early = halves == (EARLY,)
-    region = tile if early else 1 - tile  # where the scales lie
+    slot, parity = slot_and_parity(position, spec.slots)
+    _wait_loaded(block, barriers.k_full, barriers.k_peer, slot, parity)
+    region = tile if halves == (EARLY,) else 1 - tile
     for half in sorted({2 * tile + half for half in halves} | {2 * region + LATE}):
         _wait_empty(block, barriers.s_loaded + half, uses, S_USES + half)
     ptx.after_thread_sync()
-    atoms, tile_bytes = ATOM * spec.k_atoms, ROWS * spec.dk
-    q_scales = tmem + (S[region] + (EARLY_SCALES if early else LATE_SCALES))
-    k_scales = q_scales + 4 * spec.k_atoms
+    q_scales, k_scales = _scales(block, tmem, tile, halves)
+    atoms = ATOM * spec.k_atoms
     for atom in cutlass.range_constexpr(spec.k_atoms):
         for target, source in (
             (q_scales, block.shared(at.q_scales, atoms, tile)),
@@ -136,7 +160,18 @@ def _logits(
         ):
             source = ptx.matrix_descriptor(source + atom * ATOM, ptx.SCALES)
             ptx.copy_scales(spec.ctas, target + 4 * atom, source)
-    key = halves[0] * spec.s_keys
+
+
+@cute.jit
+def _logits(
+    block: Block, tmem: Int32, tile: cutlass.Constexpr, halves: cutlass.Constexpr,
+    position: Int32, uses: Int32,
+) -> Int32:  # fmt: skip
+    """S of a tile, one of its halves or both, whose scales have been copied."""
+    spec, at, barriers = block.spec, block.at, block.barriers
+    slot, _ = slot_and_parity(position, spec.slots)
+    q_scales, k_scales = _scales(block, tmem, tile, halves)
+    tile_bytes, key = ROWS * spec.dk, halves[0] * spec.s_keys
     a = ptx.matrix_descriptor(block.shared(at.q, tile_bytes, tile), ptx.k_major(spec.span))
     keys = block.shared(at.k + key // spec.ctas * spec.span, spec.k_rows * spec.dk, slot)
     b = ptx.matrix_descriptor(keys, ptx.k_major(spec.span))
@@ -162,9 +197,12 @@ def _logits(
 @cute.jit
 def _values(
     block: Block, tmem: Int32, tile: cutlass.Constexpr, position: Int32, uses: Int32,
-    tiles: Int32, later: Int32, last: Int32,
+    tiles: Int32, later: Int32, last: Int32, follows: Int32, next_position: Int32,
 ) -> Int32:  # fmt: skip
-    """O of a tile; ``later``: not the item's first record, ``last``: its last."""
+    """O of a tile; ``later``: not the item's first record, ``last``: its last.
+
+    While the rest of P is waited for, scales are copied for the S that ``follows`` in the item.
+    """
     spec, at, barriers = block.spec, block.at, block.barriers
     slot, parity = slot_and_parity(position, spec.slots)
     if cutlass.const_expr(tile == 0):
@@ -184,6 +222,8 @@ def _values(
     b = ptx.matrix_descriptor(block.shared(at.v, ROWS * spec.v_rows, slot), ptx.k_major(ROWS))
     for step, begins in ((2, True), (3, False), (0, False), (1, False)):
         if cutlass.const_expr(step == 1):
+            if follows != 0:
+                _copy_scales(block, tmem, tile, _late(block), next_position, uses)
             _wait_full(block, barriers.p_rest + tile, uses, P_USES + tile)
             ptx.after_thread_sync()
         ptx.product(
@@ -215,19 +255,9 @@ def _wait_loaded(block: Block, full: int, peer: int, index: Any, parity: Any) ->
         ptx.mbarrier_wait(block.barrier(peer, index), parity)
 
 
-def _wait_k(block: Block, slot: Any, parity: Any) -> None:
-    _wait_loaded(block, block.barriers.k_full, block.barriers.k_peer, slot, parity)
-
-
 def _wait_q(block: Block, tile: int, uses: Any) -> None:
     parity = (uses >> (Q_USES + tile)) & 1
     _wait_loaded(block, block.barriers.q_full, block.barriers.q_peer, tile, parity)
-
-
-def _wait_clean(block: Block, slot: Any, parity: Any) -> None:
-    """Until V holds no NaN. Guards of a pair mark what they found in each other's shared memory."""
-    wait = ptx.mbarrier_wait if block.spec.ctas == 1 else ptx.mbarrier_wait_cluster
-    wait(block.barrier(block.barriers.v_clean, slot), parity)
 
 
 def _wait_full(block: Block, barrier: Any, uses: Any, bit: int) -> None:
