@@ -39,7 +39,7 @@ def load(block: Block) -> None:
         for number in cutlass.range(item.seg0, item.seg1, unroll=1):
             segment = Segment.read(block.segments, number, item)
             for t in cutlass.range(segment.t0, segment.t1, unroll=1):
-                record = segment.record + t
+                record = ptx.anew(segment.record + t)
                 if first != 0:
                     _load_q(block, item, head, Int32(0), uses)
                 _load_k(block, record, head_kv, position)
@@ -60,7 +60,7 @@ def _load_q(block: Block, item: Any, head: Any, tile: Any, uses: Any) -> None:
     ptx.mbarrier_wait(block.barrier(barriers.q_empty, tile), ((uses >> tile) & 1) ^ 1)
     full = block.barrier(barriers.q_full, tile)
     ptx.mbarrier_expect(full, tile_bytes + atoms)
-    record, row = item.q_record + tile, item.batch * block.heads_q + head
+    record, row = ptx.anew(item.q_record + tile), ptx.anew(item.batch * block.heads_q + head)
     target = block.shared(at.q, tile_bytes, tile)
     _load_tile(block.q_map, target, spec.dk, spec.span, row, record, full)
     source = block.q_records + Int64(record) * block.q_record_bytes + block.q_scales
