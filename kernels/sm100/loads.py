@@ -39,10 +39,10 @@ def load(block: Block) -> None:
         for number in cutlass.range(item.seg0, item.seg1, unroll=1):
             segment = Segment.read(block.segments, number, item)
             for t in cutlass.range(segment.t0, segment.t1, unroll=1):
-                record = ptx.anew(segment.record + t)
+                record = segment.record + t
                 if first != 0:
                     _load_q(block, item, head, Int32(0), uses)
-                _load_k(block, record, head_kv, position)
+                _load_k(block, record, ptx.anew(head_kv), position)
                 if first != 0:
                     uses = uses ^ 1
                     if item.tiles > 1:
