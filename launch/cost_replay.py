@@ -226,8 +226,8 @@ class Replay:
 
     def _seen(self, event: Event) -> float:
         """When it happened, or will have; infinity as long as that is not known."""
-        *key, number = event
-        times = self.events.get(tuple(key), [])
+        name, tile, warp, number = event
+        times = self.events.get((name, tile, warp), [])
         return times[number] if number < len(times) else float("inf")
 
     def _happens(self, name: str, tile: int, warp: int, when: float) -> None:
