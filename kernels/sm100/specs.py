@@ -266,7 +266,8 @@ class Barriers:
             "v_full": (slots, 1), "v_empty": (slots, 3), "v_peer": (slots * extra, 1),
             "v_clean": (slots, ctas),
         }  # fmt: skip
-        first, arrivals = {}, []
+        first: dict[str, int] = {}
+        arrivals: list[int] = []
         for name, (count, needed) in kinds.items():
             first[name] = len(arrivals)
             arrivals += [needed] * count
