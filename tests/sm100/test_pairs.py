@@ -62,7 +62,12 @@ def test_relies_on_nothing_that_the_manual_does_not_promise():
 
 
 @pytest.mark.parametrize(
-    ("dk", "dv", "arch"), [*((*dims, "sm_103a") for dims in SHAPES), (128, 128, "sm_100a")]
+    ("dk", "dv", "arch"),
+    [
+        (128, 128, "sm_103a"),
+        *(pytest.param(*dims, "sm_103a", marks=pytest.mark.slow) for dims in SHAPES),
+        pytest.param(128, 128, "sm_100a", marks=pytest.mark.slow),
+    ],
 )
 def test_head_dimensions(dk, dv, arch):
     case = pairs(512, 400, dk=dk, dv=dv, arch=arch)
