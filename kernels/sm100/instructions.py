@@ -254,6 +254,11 @@ def lane() -> Any:
     return _asm("mov.u32 $0, %laneid;", [Int32])
 
 
+def anew(x: Int32) -> Any:
+    """``x``; what follows from it is not computed before this point, to be held in registers."""
+    return _asm("mov.b32 $0, $1;", [Int32], x)
+
+
 def wall() -> None:
     """End a basic block: ptxas reorders within one, also what is volatile here.
 

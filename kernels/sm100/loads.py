@@ -45,7 +45,7 @@ def load(block: Block) -> None:
                 record = segment.record + t
                 if first != 0:
                     _load_q(block, item, head, Int32(0), uses)
-                _load_k(block, record, head_kv, position)
+                _load_k(block, record, ptx.anew(head_kv), position)
                 if first != 0:
                     uses = uses ^ 1
                     if item.tiles > 1:
@@ -63,10 +63,10 @@ def _load_q(block: Block, item: Any, head: Any, tile: Any, uses: Any) -> None:
     ptx.mbarrier_wait(block.barrier(barriers.q_empty, tile), ((uses >> tile) & 1) ^ 1)
     full = block.barrier(barriers.q_full, tile)
     ptx.mbarrier_expect(full, tile_bytes + atoms)
-    row = item.batch * block.heads_q + head
+    row = ptx.anew(item.batch * block.heads_q + head)
     # A pair's last tile may lie behind the item: any record of it will do, its rows do not exist.
     within = cutlass.min(block.tile_start(tile), item.rows - 1) // ROWS
-    record = item.q_record + within
+    record = ptx.anew(item.q_record + within)
     target = block.shared(at.q, tile_bytes, tile)
     _load_tile(block.q_map, target, spec, ROWS, Int32(0), (row, record), full)
     source = block.q_records + Int64(record) * block.q_record_bytes + block.q_scales

@@ -31,8 +31,8 @@ EMULATED = {"sm_100a": 12, "sm_103a": 0}
 """Of each 32 exponentials, how many are polynomials: the exp unit of SM103 is twice as fast."""
 
 CTAS = {"sm_100a": 1, "sm_103a": 2}
-"""Thread blocks that share K and V: what exponentials leave unused of SM103 is bound by shared
-memory, of which a pair reads half as much for B of its products."""
+"""Thread blocks that compute a work together. Of a pair, products read half as much of B from each
+shared memory, which is what binds SM103; exponentials bind SM100, which gains nothing."""
 
 LEAVE, WRITE, MERGE = 0, 1, 2
 """Modes of a row of the state: untouched, written (not read), merged into."""
@@ -266,7 +266,8 @@ class Barriers:
             "v_full": (slots, 1), "v_empty": (slots, 3), "v_peer": (slots * extra, 1),
             "v_clean": (slots, ctas),
         }  # fmt: skip
-        first, arrivals = {}, []
+        first: dict[str, int] = {}
+        arrivals: list[int] = []
         for name, (count, needed) in kinds.items():
             first[name] = len(arrivals)
             arrivals += [needed] * count
