@@ -424,10 +424,12 @@ def test_a_cta_that_does_not_wait_for_a_commit_of_its_peer_is_remarked(schedule:
   setp.ne.u32 %p0, %r0, 0; @%p0 bra READY; mbarrier.init.shared.b64 [%r1], 1;
 READY:
   barrier.cluster.arrive; barrier.cluster.wait;
-  setp.ne.u32 %p1, %r8, 0; @%p1 bra PEER; @%p0 bra LEADER;
+  setp.ne.u32 %p1, %r8, 0; @%p1 bra ISSUED; @%p0 bra ISSUED;
   tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64
     [%r1], %h1;
-LEADER: {wait("%r1")} bra DONE;
+ISSUED:
+  barrier.cluster.arrive; barrier.cluster.wait; @%p1 bra PEER;
+  {wait("%r1")} bra DONE;
 PEER: {wait("%r1")}
 DONE:
 """
