@@ -4,7 +4,8 @@
 
 For a 128 x 128 tile of queries and keys, d 128, two products of 2 128^3 FLOP:
 
-    units   counted work over the rate of each unit: a bound that no schedule beats
+    units   counted work over the rate of each unit: a bound that no schedule beats. "mma" counts
+            FLOP; narrow products keep the matrix unit longer, :attr:`Counted.products`
     chain   cycles from S to P of one tile while the other runs, by replaying the loop
     cycles  what a tile takes when two are in flight (:mod:`ringfa4.launch.cost_replay`)
     share   cycles of the matrix unit / cycles: the share of its peak, whatever the clock
@@ -13,8 +14,8 @@ Counts come from the PTX executor and from ptxas' schedule; `python -m ptx.count
 writes them to ``COUNTS``. Rates have a source each, ``RATES``. One number is fitted, ``HANDSHAKE``,
 to what Nsight Compute showed of four FlashAttention-4 kernels, ``PROFILES``; each of them predicted
 by a fit to the others is off by ``ERROR`` at most. An interval is that, or the spread over what is
-not known of the scheduler, whichever is wider, never better than the fullest unit; the upper end
-of a block-scaled kernel has ``BLOCK_SCALES`` on top.
+not known of the scheduler, whichever is wider, never better than the fullest unit or than what
+products keep the matrix unit; the upper end of a block-scaled kernel has ``BLOCK_SCALES`` on top.
 
 Throughput needs a clock, and cards do not hold theirs under load: it is given at the clock that
 the data sheet's peak implies, and ``THROUGHPUTS`` shows which clocks published figures imply.
@@ -23,7 +24,6 @@ the data sheet's peak implies, and ``THROUGHPUTS`` shows which clocks published 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -40,6 +40,7 @@ from ringfa4.launch.cost_replay import (
     replay,
     rescaling,
 )
+from ringfa4.launch.cost_units import RATES, instructions, memory_cycles
 
 COUNTS = Path(__file__).with_name("sm100_counts.json")
 """Written by ``python -m ptx.counts``, committed; tests/test_cost_model.py compares the two."""
@@ -47,40 +48,6 @@ COUNTS = Path(__file__).with_name("sm100_counts.json")
 ROWS = 128
 FLOP = 2 * 2 * ROWS**3
 """Of a tile: two products."""
-
-
-@dataclass(frozen=True)
-class Rate:
-    """Of one multiprocessor, for each clock."""
-
-    per_clock: float
-    of: str
-    source: str
-
-
-_QUICKRUN = "measured on B300: github.com/ademeure/QuickRunCUDA"
-
-RATES = {
-    "mma, 16-bit": Rate(8192, "FLOP", "data sheet peak / SMs / clock; agrees with PROFILES"),
-    "mma, 8-bit": Rate(16384, "FLOP", "twice that; the same with block scales (PTX kind mxf8f6f4)"),
-    "exp, sm_100a": Rate(16, "results", "measured 16.00: NVIDIA/cudnn-frontend pull request 1178"),
-    "exp, sm_103a": Rate(
-        32, "results", "NVIDIA blog, Making Softmax More Efficient with Blackwell Ultra; "
-        f"31.8 {_QUICKRUN}, F2FP_DEEP_DIVE",
-    ),
-    "fma": Rate(128, "results", f"{_QUICKRUN}, B300_PIPE_CATALOG; packed: as many"),
-    "imad": Rate(64, "results", f"{_QUICKRUN}, B300_PIPE_CATALOG"),
-    "alu": Rate(64, "instructions", f"{_QUICKRUN}, B300_PIPE_CATALOG; FMNMX3 too"),
-    "pack": Rate(32, "instructions", f"31.2 of f32 -> e4m3x2, {_QUICKRUN}, F2FP_DEEP_DIVE"),
-    "issue": Rate(128, "lanes", "four schedulers, a warp instruction each"),
-    "shared": Rate(
-        128, "bytes", f"{_QUICKRUN}: 98% of it; MMA operands too (SemiAnalysis, 2026-03)"
-    ),
-    "tensor memory": Rate(
-        512, "bytes", "a column of 128 lanes; reads measured at 211 with one warp of each quarter "
-        f"({_QUICKRUN}), so up to 2.4 times more cycles",
-    ),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -118,7 +85,11 @@ d 128, no mask; NVIDIA/cudnn-frontend, benchmark/sdpa_benchmark_training/results
 
 @dataclass(frozen=True)
 class Counted:
-    """One entry of COUNTS, a kernel: per 128 x 128 tile, and once for each tile of queries."""
+    """One entry of COUNTS, a kernel: per 128 x 128 tile, and once for each tile of queries.
+
+    A tile belongs to one thread block, so what a pair of them does for its tiles together is shared
+    out evenly; ``loops``, ``parts``, ``shared_scales``, ``halves`` as :class:`Kernel` has them.
+    """
 
     name: str
     title: str
@@ -126,21 +97,48 @@ class Counted:
     bits: int
     tile: Mapping[str, float]
     once: Mapping[str, float]
-    loop: Sequence[Op]
+    loops: tuple[Sequence[Op], ...]
     parts: tuple[float, ...]
     shared_scales: bool
-    warps: int
+    halves: bool
     rescales: bool
     emulated: int | None
 
     @property
     def mma(self) -> float:
-        """Cycles of the matrix unit a tile."""
-        return _flop(self.tile) / RATES[f"mma, {self.bits}-bit"].per_clock
+        """Cycles a tile that the matrix unit needs for its FLOP."""
+        return sum(x.flop * n for x, n in instructions(self.tile)) / self._rate
 
-    def of_loop(self, kind: str) -> int:
+    @property
+    def products(self) -> tuple[float, float]:
+        """Cycles of a tile's product of P and V, and of all its products of Q and K.
+
+        An instruction takes as long as its FLOP or as its operands from shared memory, whichever is
+        longer: with N = 64 the latter.
+        """
+        shared = RATES["shared"].per_clock
+
+        def cycles(of_p: bool) -> float:
+            return sum(
+                max(x.flop / self._rate, x.shared_bytes / shared) * n
+                for x, n in instructions(self.tile)
+                if x.a_in_tensor_memory == of_p
+            )
+
+        return cycles(True), cycles(False)
+
+    @property
+    def pairs(self) -> bool:
+        """Whether two thread blocks share products."""
+        return any(x.m == 256 for x, _ in instructions(self.tile))
+
+    @property
+    def _rate(self) -> float:
+        return RATES[f"mma, {self.bits}-bit"].per_clock
+
+    def of_loops(self, *kinds: str) -> int:
         """Instructions a row, of all warps that share it."""
-        return self.warps * sum(op.kind == kind for op in self.loop)
+        return sum(op.kind in kinds for loop in self.loops for op in loop)
 
 
 def counted(name: str, entry: Mapping[str, Any]) -> Counted:
@@ -153,10 +151,10 @@ def counted(name: str, entry: Mapping[str, Any]) -> Counted:
         bits=16 if entry["dtype"] == "bf16" else 8,
         tile={key: count / tiles for key, count in entry["more"].items()},
         once={key: count / queries for key, count in entry["once"].items()},
-        loop=tuple(Op.read(text) for text in entry["loop"].split()),
+        loops=tuple(tuple(Op.read(op) for op in text.split()) for text in entry["loops"]),
         parts=tuple(entry["parts"]),
         shared_scales=entry["shared_scales"],
-        warps=entry["warps"],
+        halves=entry["halves"],
         rescales=entry["rescales"],
         emulated=entry.get("emulated"),
     )
@@ -171,35 +169,6 @@ def committed() -> dict[str, Counted]:
 
 # ---- units --------------------------------------------------------------------------------------
 
-_MMA = re.compile(r"mma (f16|f8f6f4|mxf8f6f4) M(\d+) N(\d+)")
-
-
-def _flop(counts: Mapping[str, float]) -> float:
-    total = 0.0
-    for name, count in counts.items():
-        if found := _MMA.match(name):
-            depth = 16 if found[1] == "f16" else 32
-            total += 2 * int(found[2]) * int(found[3]) * depth * count
-    return total
-
-
-def memory_cycles(counts: Mapping[str, float]) -> dict[str, float]:
-    """Of shared memory (MMA operands, copies in, scales out, ld and st) and of tensor memory."""
-
-    def of(*names: str) -> float:
-        return sum(counts.get(name, 0.0) for name in names)
-
-    wavefronts = of("ld.shared wavefronts", "st.shared wavefronts")
-    copied = sum(n for name, n in counts.items() if name.endswith("bytes into shared memory"))
-    copied += of("bulk store bytes", "bulk reduction bytes")
-    scales = of("tcgen05.cp bytes")
-    shared = of("mma operand bytes from shared memory") + copied + scales + 128 * wavefronts
-    tensor = of("tcgen05.ld bytes", "tcgen05.st bytes") + 4 * scales  # replicated over 128 lanes
-    return {
-        "shared": shared / RATES["shared"].per_clock,
-        "tensor memory": tensor / RATES["tensor memory"].per_clock,
-    }
-
 
 def rescaled_share(tiles: int = 64) -> float:
     """Share of key tiles at which a warp must rescale when any of its 32 rows has a new maximum.
@@ -210,14 +179,13 @@ def rescaled_share(tiles: int = 64) -> float:
 
 
 def units(kernel: Counted) -> dict[str, float]:
-    """Cycles that each unit is taken by a tile; every scheduler has ``warps`` of its softmax."""
+    """Cycles that each unit is taken by a tile; every scheduler has all of ``loops``."""
     timing = timing_of(kernel)
     extra = rescaling(ROWS) if kernel.rescales else ()
     share = rescaled_share() if kernel.rescales else 0.0
 
     def number(*kinds: str) -> float:
-        loop = kernel.warps * sum(op.kind in kinds for op in kernel.loop)
-        return loop + share * sum(op.kind in kinds for op in extra)
+        return kernel.of_loops(*kinds) + share * sum(op.kind in kinds for op in extra)
 
     return {
         "mma": kernel.mma,
@@ -227,7 +195,7 @@ def units(kernel: Counted) -> dict[str, float]:
         + number("imad") * timing.imad,
         "alu": number("alu", "pack") * timing.alu,
         "pack": number("pack") * timing.pack,
-        "issue": kernel.warps * len(kernel.loop) + share * len(extra),
+        "issue": sum(map(len, kernel.loops)) + share * len(extra),
         **memory_cycles(kernel.tile),
     }
 
@@ -240,7 +208,8 @@ def binding(cycles: Mapping[str, float]) -> str:
 
 
 def timing_of(kernel: Counted, handshake: float = HANDSHAKE) -> Timing:
-    return Timing(exp=kernel.arch.exp_cycles, product=kernel.mma / 2, handshake=handshake)
+    values, logits = kernel.products
+    return Timing(kernel.arch.exp_cycles, values, logits / (1 + kernel.halves), handshake)
 
 
 def replayed(
@@ -248,7 +217,7 @@ def replayed(
 ) -> Replayed:
     """The loop; where another warp rescales O, as often as :func:`rescaled_share` says."""
     timing, policies = timing_of(kernel, handshake), tuple(policies)
-    plain_kernel = Kernel(kernel.loop, kernel.parts, kernel.shared_scales, kernel.warps)
+    plain_kernel = Kernel(kernel.loops, kernel.parts, kernel.shared_scales, kernel.halves)
     plain = replay(plain_kernel, timing, policies)
     if not kernel.rescales:
         return plain
@@ -284,7 +253,7 @@ class Modelled:
 def interval(
     found: Replayed, floor: float, error: float = ERROR, block_scaled: bool = False
 ) -> Modelled:
-    """The wider of the spread and ``error``; no less than ``floor``, the fullest unit."""
+    """The wider of the spread and ``error``; no less than ``floor``."""
     low = max(floor, min(found.low, found.middle / (1 + error)))
     high = max(found.high, found.middle / (1 - error)) * (1 + BLOCK_SCALES * block_scaled)
     return Modelled(low, max(found.middle, floor), max(high, floor), found.chain)
@@ -293,7 +262,7 @@ def interval(
 def modelled(kernel: Counted) -> Modelled:
     known = committed().get(kernel.name) if COUNTS.exists() else None
     found = _replayed(kernel.name) if kernel is known else replayed(kernel)
-    floor = max(units(kernel).values())
+    floor = max(*units(kernel).values(), sum(kernel.products))
     return interval(found, floor, block_scaled=kernel.shared_scales)
 
 

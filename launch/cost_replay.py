@@ -2,20 +2,20 @@
 
 A forward kernel of this family keeps two tiles of queries in flight. A thread block's four
 schedulers do the same at the same time, so one is replayed: a softmax warp of each tile, and the
-matrix unit, which takes products in order:
+matrix unit, which takes products in order (:mod:`ringfa4.launch.cost_products`). Where two warps
+share a row, each with half of the keys, both are replayed.
 
-    O_0 += P_0(i) V(i),  S_0 = Q_0 K(i+1),  O_1 += P_1(i) V(i),  S_1 = Q_1 K(i+1),  ...
-
-A product of P starts when a warp has published P, that of Q when the one before it is done; a warp
+A product of P starts when it has been published, that of Q when the one before it is done; a warp
 starts when its S is. What a warp does is its loop, instruction by instruction: each says how many
 cycles the next must wait, which scoreboards it holds and which it waits for (tests/ptx/sass.py).
 A scheduler issues one instruction a cycle; a unit takes a warp's instruction every so many
 (:class:`Timing`).
 
 Left out: other warps (load, products, epilogue), copies of scales in front of products, waits for K
-and V, conflicts for registers and banks, instruction fetch. Which of two ready warps the hardware
-takes, and how many instructions wait in front of a busy unit, is not known: ``POLICIES`` are
-replayed, and their spread reported.
+and V, conflicts for registers and banks, instruction fetch. Two thread blocks that share products
+are taken to do the same at the same time. Which of two ready warps the hardware takes, and how many
+instructions wait in front of a busy unit, is not known: ``POLICIES`` are replayed, and their spread
+reported.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+
+from ringfa4.launch.cost_products import LATE, Event, Order, Product
 
 NONE = 7
 """Scoreboard of an instruction that holds none."""
@@ -69,12 +71,14 @@ class Timing:
 
     load, store   for each register of a tensor-memory access
     after_*       from there to the result
-    product       one of the two products of a 128 x 128 tile
+    values        a product of P and V of a 128 x 128 tile
+    logits        a product of Q and K, or of half of K where S comes in halves
     handshake     from the end of a product to a warp that has seen it, plus from P to its product
     """
 
     exp: float
-    product: float
+    values: float
+    logits: float
     handshake: float
     fma2: float = 2
     fma: float = 1
@@ -108,32 +112,47 @@ POLICIES = tuple(Policy(greedy, queue) for greedy in (True, False) for queue in 
 class Kernel:
     """What is replayed.
 
-    loop           of a softmax warp, from its wait for S on
-    parts          the shares of a product of P that each publication allows; they sum to 1
+    loops          of the softmax warps that share a tile on a scheduler, each from its wait for S
+                   on; of two, the first has the late half of S, where it comes in halves
+    parts          the shares of a product of P that its publications allow, one after another; they
+                   sum to 1
     shared_scales  S of one tile may only be overwritten when the other tile's has been loaded
-    warps          of a scheduler that share a tile, each with its part of the keys
+    halves         S comes in halves, one for each of two warps
     rescaling      what another warp does to O, tile after tile, between the factor that the softmax
                    publishes and the product of P
     """
 
-    loop: Sequence[Op]
+    loops: tuple[Sequence[Op], ...]
     parts: tuple[float, ...]
     shared_scales: bool
-    warps: int = 1
+    halves: bool = False
     rescaling: Sequence[Op] = ()
 
     def __post_init__(self) -> None:
-        published = sum(op.event == "P" for op in self.loop)
-        if published != len(self.parts) or abs(sum(self.parts) - 1) > 1e-9:
-            raise ValueError(f"{published} publications of P, {self.parts=}")
-        if not self.loop or self.loop[0].event != "S":
+        def number(event: str) -> tuple[int, ...]:
+            return tuple(sum(op.event == event for op in loop) for loop in self.loops)
+
+        published = number("P")
+        if not all(published) or max(published) != len(self.parts):
+            raise ValueError(f"{published} publications of P by each warp, {self.parts=}")
+        if abs(sum(self.parts) - 1) > 1e-9:
+            raise ValueError(f"{self.parts=} do not sum to 1")
+        if not all(loop and loop[0].event == "S" for loop in self.loops):
             raise ValueError("a loop begins with its wait for S")
-        if self.shared_scales and not any(op.event == "loaded" for op in self.loop):
-            raise ValueError("shared_scales needs an event 'loaded'")
-        if self.warps < 1 or (self.warps != 2 and any(op.event == "pair" for op in self.loop)):
-            raise ValueError(f"{self.warps=} of a tile, and pairs of them meet")
-        if self.rescaling and not any(op.event == "factor" for op in self.loop):
-            raise ValueError("rescaling needs an event 'factor'")
+        if (self.shared_scales or self.halves) and set(number("loaded")) != {1}:
+            raise ValueError("shared scales and halves need an event 'loaded' of each warp")
+        meetings = number("pair")
+        if any(meetings) and (len(meetings) != 2 or meetings[0] != meetings[1]):
+            raise ValueError(f"{len(meetings)} warps of a tile meet {meetings} times")
+        if self.halves and len(self.loops) != 2:
+            raise ValueError(f"halves of S for {len(self.loops)} warps")
+        if self.rescaling and not all(number("factor")):
+            raise ValueError("rescaling needs an event 'factor' of each warp")
+
+    @property
+    def publications(self) -> tuple[int, ...]:
+        """Of P, by each warp of a tile."""
+        return tuple(sum(op.event == "P" for op in loop) for loop in self.loops)
 
 
 def rescaling(columns: int, step: int = 16) -> tuple[Op, ...]:
@@ -152,10 +171,11 @@ def rescaling(columns: int, step: int = 16) -> tuple[Op, ...]:
 class _Warp:
     loop: Sequence[Op]
     tile: int
-    part: int = 0
+    index: int = 0  # of those that share the tile
     softmax: bool = True
     at: int = 0
     turn: int = 0
+    met: int = 0  # how often it has met the tile's other warp
     ready: float = 0.0
     boards: list[float] = field(default_factory=lambda: [0.0] * 6)
 
@@ -166,28 +186,27 @@ class Replay:
     def __init__(self, kernel: Kernel, timing: Timing, policy: Policy) -> None:
         self.kernel, self.timing, self.policy = kernel, timing, policy
         self.units: dict[str, float] = {}
-        self.events: dict[tuple[str, int], list[float]] = {}
-        self.product_free = 0.0
-        self.order: list[tuple[str, int, int, int]] = []
+        self.events: dict[tuple[str, int, int], list[float]] = {}
+        self.order: Sequence[Product] = ()
         self.given = 0
+        self.product_free = 0.0
         self.warps: list[_Warp] = []
-        self.told: dict[tuple[str, int, int], int] = {}
         self.started: list[float] = []
         self.chains: list[float] = []
 
     def run(self, turns: int = 12, skip: int = 3) -> float:
         """Cycles a 128 x 128 tile: two tiles a turn of the loop."""
-        self.order = [("S", 0, 0, 0), ("S", 1, 0, 0)]
-        for turn in range(turns):
-            for tile in (0, 1):
-                self.order += [("P", tile, turn, part) for part in range(len(self.kernel.parts))]
-                if turn + 1 < turns:
-                    self.order.append(("S", tile, turn + 1, 0))
-        parts = range(self.kernel.warps)
-        warps = [_Warp(self.kernel.loop, tile, part) for part in parts for tile in (0, 1)]
-        self.warps = list(warps)
-        if self.kernel.rescaling:
-            warps.append(_Warp(self.kernel.rescaling, 0, softmax=False))
+        kernel, timing = self.kernel, self.timing
+        self.order = Order(
+            kernel.parts, kernel.publications, kernel.halves, kernel.shared_scales,
+            bool(kernel.rescaling), timing.values, timing.logits,
+        ).products(turns)  # fmt: skip
+        self.warps = [
+            _Warp(loop, tile, index) for index, loop in enumerate(kernel.loops) for tile in (0, 1)
+        ]
+        warps = list(self.warps)
+        if kernel.rescaling:
+            warps.append(_Warp(kernel.rescaling, 0, softmax=False))
         now, last = 0.0, warps[0]
         while min(w.turn for w in warps) < turns:
             self._products()
@@ -205,32 +224,29 @@ class Replay:
         spans = self.started[skip:]
         return (spans[-1] - spans[0]) / (len(spans) - 1) / 2
 
-    def _seen(self, name: str, tile: int, turn: int) -> float:
-        times = self.events.get((name, tile), [])
-        return times[turn] if turn < len(times) else float("inf")
+    def _seen(self, event: Event) -> float:
+        """When it happened, or will have; infinity as long as that is not known."""
+        name, tile, warp, number = event
+        times = self.events.get((name, tile, warp), [])
+        return times[number] if number < len(times) else float("inf")
+
+    def _happens(self, name: str, tile: int, warp: int, when: float) -> None:
+        self.events.setdefault((name, tile, warp), []).append(when)
 
     # ---- the matrix unit ------------------------------------------------------------------------
 
     def _products(self) -> None:
         """Give the matrix unit what it can start, in order."""
-        half, parts = self.timing.handshake / 2, self.kernel.parts
+        half = self.timing.handshake / 2
         while self.given < len(self.order):
-            kind, tile, turn, part = self.order[self.given]
-            ready, length = 0.0, self.timing.product
-            if kind == "P":
-                ready = self._seen("P", tile, turn * len(parts) + part)
-                if self.kernel.rescaling:
-                    ready = max(ready, self._seen("O", tile, turn))
-                ready += half
-                length *= parts[part]
-            elif turn and self.kernel.shared_scales:
-                ready = self._seen("loaded", 1 - tile, turn - 1 if tile == 0 else turn) + half
+            product = self.order[self.given]
+            ready = max((self._seen(event) + half for event in product.after), default=0.0)
             if ready == float("inf"):
                 return
-            self.product_free = max(self.product_free, ready) + length
+            self.product_free = max(self.product_free, ready) + product.cycles
             self.given += 1
-            if kind == "S":
-                self.events.setdefault(("S", tile), []).append(self.product_free + half)
+            for tile, warp in product.logits:
+                self._happens("S", tile, warp, self.product_free + half)
 
     # ---- warps ----------------------------------------------------------------------------------
 
@@ -241,30 +257,25 @@ class Replay:
         for board in range(6):
             if op.waits >> board & 1:
                 when = max(when, warp.boards[board])
-        if op.event == "S" or (op.event == "factor" and not warp.softmax):
-            when = max(when, self._seen(op.event, warp.tile, warp.turn))
-        if op.event == "pair" and not self._met(warp):
+        if op.event == "S":
+            when = max(when, self._seen(("S", warp.tile, warp.index, warp.turn)))
+        elif op.event == "factor" and not warp.softmax:
+            factors = (("factor", warp.tile, w.index, warp.turn) for w in self._sharing(warp))
+            when = max(when, *(self._seen(event) for event in factors))
+        elif op.event == "pair" and not self._meets(warp):
             return float("inf")
         for unit, taken in self._units(op):
             when = max(when, self.units.get(unit, 0.0) - self.policy.queue * taken)
         return when
 
-    def _met(self, warp: _Warp) -> bool:
-        """Whether the tile's other warp has come as far."""
-        (other,) = (w for w in self.warps if w.tile == warp.tile and w is not warp)
-        return (other.turn, other.at) >= (warp.turn, warp.at)
+    def _sharing(self, warp: _Warp) -> list[_Warp]:
+        """The softmax warps of its tile."""
+        return [w for w in self.warps if w.tile == warp.tile]
 
-    def _publish(self, event: str, warp: _Warp, now: float) -> None:
-        """Known when the last of the tile's warps has said so."""
-        times = self.events.setdefault((event, warp.tile), [])
-        if not warp.softmax or self.kernel.warps == 1:
-            times.append(now)
-            return
-        each = (event, warp.tile, warp.part)
-        self.told[each] = self.told.get(each, 0) + 1
-        last = min(self.told.get((event, warp.tile, p), 0) for p in range(self.kernel.warps))
-        if last > len(times):
-            times.append(now)
+    def _meets(self, warp: _Warp) -> bool:
+        """Whether the tile's other warp has come as far."""
+        (other,) = (w for w in self._sharing(warp) if w is not warp)
+        return other.met + (other.loop[other.at].event == "pair") > warp.met
 
     def _units(self, op: Op) -> tuple[tuple[str, float], ...]:
         """Which units take the instruction, and for how long."""
@@ -284,7 +295,7 @@ class Replay:
 
     def _issue(self, warp: _Warp, now: float) -> None:
         op, t = warp.loop[warp.at], self.timing
-        if op.event == "S" and warp.tile == 0 and warp.part == 0:
+        if op.event == "S" and warp.tile == 0 and warp.index == 0:
             self.started.append(now)
         units = self._units(op)
         start = max([now, *(self.units.get(unit, 0.0) for unit, _ in units)])
@@ -304,9 +315,10 @@ class Replay:
             read = start + (taken if op.kind == "store" else 4)
             warp.boards[op.operands] = max(warp.boards[op.operands], read)
         if op.event in ("loaded", "P", "O") or (op.event == "factor" and warp.softmax):
-            self._publish(op.event, warp, now)
+            self._happens(op.event, warp.tile, warp.index, now)
             if op.event == "P":
-                self.chains.append(now - self._seen("S", warp.tile, warp.turn))
+                self.chains.append(now - self._seen(("S", warp.tile, LATE, warp.turn)))
+        warp.met += op.event == "pair"
         warp.ready = now + max(1, op.stall)
         warp.at += 1
         if warp.at == len(warp.loop):
@@ -319,7 +331,9 @@ class Replay:
 
 @dataclass(frozen=True)
 class Replayed:
-    """Cycles a tile under all policies, and cycles from S to the last part of P (median)."""
+    """Cycles a tile under all policies, and cycles from S, all of it, to the last part of P
+    (median).
+    """
 
     low: float
     middle: float
@@ -332,7 +346,7 @@ def replay(kernel: Kernel, timing: Timing, policies: Iterable[Policy] = POLICIES
     for policy in policies:
         run = Replay(kernel, timing, policy)
         cycles.append(run.run())
-        each = len(kernel.parts) * kernel.warps * 2
+        each = sum(kernel.publications) * 2
         turns = [run.chains[n : n + each] for n in range(2 * each, len(run.chains), each)]
         chains.append(median(max(turn) for turn in turns))
     return Replayed(min(cycles), median(cycles), max(cycles), median(chains))

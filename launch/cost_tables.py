@@ -12,19 +12,18 @@ from ringfa4.launch.console import Console
 from ringfa4.launch.cost_model import (
     HANDSHAKE,
     PROFILES,
-    RATES,
     THROUGHPUTS,
     Counted,
     binding,
     committed,
     error,
     implied_clock_ghz,
-    memory_cycles,
     modelled,
     petaflops,
     published_cycles,
     units,
 )
+from ringfa4.launch.cost_units import RATES, memory_cycles
 
 UNITS = ("mma", "exp", "fma", "alu", "pack", "issue", "shared", "tensor memory")
 
@@ -61,6 +60,7 @@ def as_json() -> dict[str, Any]:
             "emulated": kernel.emulated,
             "units": units(kernel),
             "fullest": binding(units(kernel)),
+            "products": sum(kernel.products),
             "chain": m.chain,
             "cycles": cycles,
             "share_of_peak": [kernel.mma / c for c in reversed(cycles)],
@@ -73,14 +73,20 @@ def as_json() -> dict[str, Any]:
 
 def _label(kernel: Counted) -> str:
     emulated = "" if kernel.emulated is None else f", {kernel.emulated} of 32 polynomials"
-    return f"{kernel.title}, {kernel.arch.name}{emulated}"
+    pairs = ", pairs" if kernel.pairs else ""
+    return f"{kernel.title}, {kernel.arch.name}{pairs}{emulated}"
 
 
 def unit_rows(kernels: Mapping[str, Counted]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("", *UNITS, "fullest")]
+    """Of units, and how long products keep the matrix unit: longer than its FLOP take where their
+    operands from shared memory do.
+    """
+    rows: list[tuple[str, ...]] = [("", *UNITS, "fullest", "products")]
     for kernel in kernels.values():
         cycles = units(kernel)
-        rows.append((_label(kernel), *(f"{cycles[name]:.0f}" for name in UNITS), binding(cycles)))
+        numbers = (f"{cycles[name]:.0f}" for name in UNITS)
+        products = f"{sum(kernel.products):.0f}"
+        rows.append((_label(kernel), *numbers, binding(cycles), products))
     return rows
 
 

@@ -28,6 +28,9 @@ are given their arguments one by one.
 _MOST_SHARED = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: more than 48 KB must be asked for."""
 
+_CLUSTER = 4
+"""CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION."""
+
 _SWIZZLE = {0: 0, 32: 1, 64: 2, 128: 3}
 """Span in bytes -> CUtensorMapSwizzle."""
 
@@ -45,18 +48,39 @@ def _check(code: int, what: str) -> None:
         raise RingError(f"{what} failed: CUDA driver error {code} ({reason})")
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: its value is a union of 64 bytes."""
+
+    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16))
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
 class Kernel:
     """A loaded kernel. ``signature`` is a format of :mod:`struct`: "q" 64 bits, "i" 32 bits, "f"
-    fp32, "128s" a tensor map. ``shared``: bytes of dynamic shared memory.
+    fp32, "128s" a tensor map. ``shared``: bytes of dynamic shared memory; ``cluster``: thread
+    blocks of a cluster, along the grid's x.
     """
 
     def __init__(
-        self, cubin: bytes, entry: str, signature: str, threads: int, shared: int = 0
-    ) -> None:
+        self, cubin: bytes, entry: str, signature: str, threads: int, shared: int = 0,
+        cluster: int = 1,
+    ) -> None:  # fmt: skip
         cuda = _cuda()
         self._arguments = struct.Struct("@" + signature)  # aligned as the kernel's parameters are
         self._offsets = _offsets(signature) if "s" in signature else ()
-        self._threads, self._shared = threads, shared
+        self._threads, self._shared, self._cluster = threads, shared, cluster
         self._prepared: set[int] = set()
         self._cubin = cubin  # the driver may read it later
         library = ctypes.c_void_p()
@@ -77,7 +101,9 @@ class Kernel:
         stream: int,
         arguments: Sequence[int | float | bytes],
     ) -> None:
-        """On ``stream`` (a handle) of the current device, ``device``."""
+        """On ``stream`` (a handle) of the current device, ``device``; ``grid[0]`` is a multiple of
+        the cluster.
+        """
         _bind_context(device)
         if self._shared and device not in self._prepared:
             code = _cuda().cuKernelSetAttribute(_MOST_SHARED, self._shared, self._kernel, device)
@@ -93,10 +119,15 @@ class Kernel:
             extra = (ctypes.c_void_p * 5)(
                 _BUFFER_POINTER, start, _BUFFER_SIZE, ctypes.addressof(size), _END
             )
-        code = _cuda().cuLaunchKernel(
-            self._kernel, *grid, self._threads, 1, 1, self._shared, ctypes.c_void_p(stream), given,
-            extra,
-        )  # fmt: skip
+        block = self._threads, 1, 1
+        if self._cluster == 1:
+            code = _cuda().cuLaunchKernel(
+                self._kernel, *grid, *block, self._shared, ctypes.c_void_p(stream), given, extra
+            )
+        else:
+            cluster = _Attribute(_CLUSTER, 0, (self._cluster, 1, 1))
+            launch = _Launch(grid, block, self._shared, stream, ctypes.pointer(cluster), 1)
+            code = _cuda().cuLaunchKernelEx(ctypes.byref(launch), self._kernel, given, extra)
         _check(code, "launching a fused kernel")
 
 

@@ -50,8 +50,8 @@ def unavailable(device: torch.device) -> str | None:
 def kernel(spec: Spec, arch: str) -> Kernel:
     """The loaded kernel: from this process, from disk, or compiled now."""
     binary = cache.load(spec, arch, _build)
-    shared = getattr(spec, "SHARED", 0)
-    return Kernel(binary.cubin, binary.entry, parameters(spec), spec.THREADS, shared)
+    shared, cluster = getattr(spec, "SHARED", 0), getattr(spec, "ctas", 1)
+    return Kernel(binary.cubin, binary.entry, parameters(spec), spec.THREADS, shared, cluster)
 
 
 def _build(spec: Spec, arch: str) -> cache.Binary:

@@ -83,9 +83,8 @@ def build_objects(
         for dk, dv in dims:
             name = function_name(arch, dk, dv)
             start = time.perf_counter()
-            made = compile_kernel(
-                ForwardSpec(dk, dv, EMULATED[arch]), arch, (folder / f"{name}.o", name)
-            )
+            spec = ForwardSpec.of(dk, dv, arch)
+            made = compile_kernel(spec, arch, (folder / f"{name}.o", name))
             seconds = time.perf_counter() - start
             built.append(Built(name, seconds, *resources(made.cubin), len(made.cubin)))
     return built

@@ -22,7 +22,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.arch import shuffle_sync, sync_warp
 
 from ringfa4.kernels.sm100 import instructions as ptx
-from ringfa4.kernels.sm100.block import OUT, REFERENCE, SUM, Block
+from ringfa4.kernels.sm100.block import EARLY, LATE, OUT, REFERENCE, SUM, Block
 from ringfa4.kernels.sm100.specs import LEAVE, MERGE, ROWS
 
 AHEAD = 4
@@ -45,9 +45,10 @@ def finish(block: Block, warp: Int32, lane: Int32) -> None:
             for tile in cutlass.range(item.tiles, unroll=1):
                 parity = (items >> tile) & 1
                 reference, total = _stage(block, tile, warp, lane, tmem + tile * ROWS, parity)
-                _merge(block, item, head, tile * ROWS + warp * 32, warp, lane, reference, total)
+                first = block.tile_start(tile) + warp * 32
+                _merge(block, item, head, first, warp, lane, reference, total)
                 items = items ^ (1 << tile)
-        work += block.ctas
+        work += block.step
 
 
 @cute.jit
@@ -58,9 +59,10 @@ def _stage(
     barriers, dv = block.barriers, block.spec.dv
     ptx.mbarrier_wait(block.barrier(barriers.o_full, tile), parity)
     ptx.after_thread_sync()
-    row = block.row(tile, warp * 32 + lane)
-    reference = ptx.load_shared_float(row + REFERENCE)
-    total = ptx.add(*ptx.load_shared(row + SUM, 2))
+    row = warp * 32 + lane
+    reference = ptx.load_shared_float(block.row(tile, row, REFERENCE))
+    sums = [ptx.load_shared_float(block.row(tile, row, SUM + half)) for half in (LATE, EARLY)]
+    total = ptx.add(*sums)
     target = _row(block, warp, lane, Int32(0))
     for column in cutlass.range(0, dv, 32, unroll=1):  # eight chunks
         values = ptx.tmem_load(tmem + column, 32)
@@ -70,6 +72,8 @@ def _stage(
     ptx.before_thread_sync()
     sync_warp()
     ptx.arrive_once(block.barrier(barriers.o_empty, tile), lane)
+    if cutlass.const_expr(block.spec.ctas == 2):
+        block.arrive_once(block.barrier(barriers.o_free, tile), lane)
     return reference, total
 
 

@@ -1,12 +1,13 @@
 """The MXFP8 forward kernel of SM100: scores, softmax, values and the merge into the state, fused.
 
 A thread block takes two tiles of 128 queries of one (batch row, head) at a time and walks the
-records of keys that they see; it is persistent, its works are w = block, block + grid, ...
+records of keys that they see; it is persistent, its works are w = block, block + grid, ... Two
+thread blocks, a cluster, do so together where ``spec.ctas`` is 2: two tiles each, of one work.
 
     warps  0 -  7   softmax of tile 0, two threads for each row     (softmax)
            8 - 15   softmax of tile 1
           16 - 19   O and the state                                 (epilogue)
-          20        products                                        (products)
+          20        products; in the leader's peer, relay to it     (products, relay)
           21        copies into shared memory                       (loads)
           22, 23    NaN of V out of records that mask something     (guard)
 
@@ -21,17 +22,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8
 from cutlass.base_dsl import Arch, BaseDSL
 from cutlass.cute.nvgpu import cpasync
 
 from ringfa4.kernels.sm100 import instructions as ptx
-from ringfa4.kernels.sm100.block import TMEM_COLUMNS, Block
+from ringfa4.kernels.sm100.block import EARLY, LATE, TMEM_COLUMNS, Block
 from ringfa4.kernels.sm100.epilogue import finish
 from ringfa4.kernels.sm100.guard import guard
 from ringfa4.kernels.sm100.loads import load
 from ringfa4.kernels.sm100.products import multiply
+from ringfa4.kernels.sm100.relay import relay
 from ringfa4.kernels.sm100.softmax import softmax
 from ringfa4.kernels.sm100.specs import ROWS, ForwardSpec
 
@@ -86,16 +89,16 @@ class Forward:
         v = _records(kv_records + v_payload, spec.dv, ROWS, rows_kv, n_kv_records, kv_record_bytes)
         self.kernel(
             _tensor_map(q, ROWS, spec.span),
-            _tensor_map(k, ROWS, spec.span),
-            _tensor_map(v, spec.dv, ROWS),
+            _tensor_map(k, spec.k_box, spec.span),
+            _tensor_map(v, spec.v_rows, ROWS),
             q_records, q_record_bytes, q_scales,
             kv_records, kv_record_bytes, k_scales, v_scales,
             heads_q, heads_kv,
             acc, max, sum, acc_b, acc_s, row_b, row_h,
             items, segments, modes, modes_row, n_items, scale,
         ).launch(
-            grid=(ctas, 1, 1), block=(spec.THREADS, 1, 1), smem=spec.SHARED, stream=stream,
-            min_blocks_per_mp=1,
+            grid=(ctas, 1, 1), block=(spec.THREADS, 1, 1), cluster=(spec.ctas, 1, 1),
+            smem=spec.SHARED, stream=stream, min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel
@@ -145,13 +148,16 @@ class Forward:
                 ptx.mbarrier_init(block.barrier(n), arrivals)
             ptx.fence_mbarrier_init()
         if warp == 20:
-            ptx.tmem_alloc(block.shared(block.at.tmem_base), TMEM_COLUMNS)
+            ptx.tmem_alloc(self.spec.ctas, block.shared(block.at.tmem_base), TMEM_COLUMNS)
         ptx.before_thread_sync()
-        cute.arch.sync_threads()
+        self.meet()
         ptx.after_thread_sync()
         if warp < 16:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            softmax(block, warp // 8, warp // 4 % 2, warp % 4)
+            if warp // 4 % 2 == LATE:
+                softmax(block, warp // 8, LATE, warp % 4)
+            else:
+                softmax(block, warp // 8, EARLY, warp % 4)
         elif warp < 20:
             cute.arch.setmaxregister_decrease(EPILOGUE_REGISTERS)
             finish(block, warp - 16, lane)
@@ -159,7 +165,10 @@ class Forward:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == 20:
                 with cute.arch.elect_one():
-                    multiply(block)
+                    if block.rank == 0:
+                        multiply(block)
+                    elif cutlass.const_expr(self.spec.ctas == 2):
+                        relay(block)
             elif warp == 21:
                 with cute.arch.elect_one():
                     load(block)
@@ -167,10 +176,17 @@ class Forward:
                 guard(block, (warp - 22) * 32 + lane)
         cute.arch.sync_warp()  # lanes that were not elected wait for the one that was
         ptx.before_thread_sync()
-        cute.arch.sync_threads()
+        self.meet()  # also, lest an arrival or a commit find a thread block of the pair gone
         if warp == 20:
             ptx.after_thread_sync()
-            ptx.tmem_dealloc(block.tmem(), TMEM_COLUMNS)
+            ptx.tmem_dealloc(self.spec.ctas, block.tmem(), TMEM_COLUMNS)
+
+    def meet(self) -> None:
+        """All threads, of both thread blocks of a pair."""
+        if self.spec.ctas == 1:
+            cute.arch.sync_threads()
+        else:
+            ptx.cluster_barrier()
 
 
 def _records(address: Any, rows: int, columns: int, heads: Any, records: Any, stride: Any) -> Any:

@@ -3,7 +3,8 @@
 A masked pair has P = 0, but 0 * NaN is NaN in the product. So in records that some row of the item
 does not see whole (all others need nothing) NaN of V becomes 0 in shared memory, and tokens that
 had one are marked: softmax gives the rows that do see one a NaN scale. Such records are few, on the
-diagonal and at ends; a scan reads 16 KB while earlier records are computed.
+diagonal and at ends; a scan reads 16 KB while earlier records are computed. Thread blocks of a pair
+scan a half each and mark in both: a NaN in one half reaches all columns of those rows.
 """
 
 from __future__ import annotations
@@ -36,28 +37,39 @@ def guard(block: Block, thread: Int32) -> None:
                 slot, parity = slot_and_parity(v, slots)
                 ptx.mbarrier_wait(block.barrier(barriers.v_full, slot), parity)
                 if segment.cuts(t):
-                    marks = block.shared(block.at.v_marks, 16, slot)
+                    marks = block.marks(slot) + block.rank * 16
                     if thread == 0:
                         ptx.store_shared(marks, *[Int32(0)] * 4)
                     barrier(barrier_id=NAMED_BARRIER, number_of_threads=THREADS)
                     _scan(block, slot, marks, thread)
                     ptx.fence_proxy_async()
                     barrier(barrier_id=NAMED_BARRIER, number_of_threads=THREADS)
-                    ptx.arrive_once(block.barrier(barriers.v_clean, slot), thread)
+                    _tell(block, marks, block.barrier(barriers.v_clean, slot), thread)
                 # Also where nothing is to be done, lest the slot's uses run ahead of this warp; one
                 # lane speaks for all once all have seen the slot full.
                 sync_warp()
                 ptx.arrive_once(block.barrier(barriers.v_empty, slot), thread % 32)
                 v = advanced(v, slots)
-        work += block.ctas
+        work += block.step
+
+
+@cute.jit
+def _tell(block: Block, marks: Int32, clean: Int32, thread: Int32) -> None:
+    """That the slot is clean; of a pair, after copying its marks to the other thread block."""
+    if cutlass.const_expr(block.spec.ctas == 1):
+        ptx.arrive_once(clean, thread)
+    else:
+        if thread == 0:
+            ptx.store_shared_at(block.rank ^ 1, marks, ptx.load_shared_words(marks))
+        ptx.arrive_once_at(0, clean, thread, publishes=True)
 
 
 @cute.jit
 def _scan(block: Block, slot: Int32, marks: Int32, thread: Int32) -> None:
     """Zero NaN in a slot of V and mark their tokens."""
-    dv = block.spec.dv
-    tile = block.shared(block.at.v, ROWS * dv, slot)
-    for n in cutlass.range(dv // 8, unroll=1):
+    rows = block.spec.v_rows
+    tile = block.shared(block.at.v, ROWS * rows, slot)
+    for n in cutlass.range(rows // 8, unroll=1):
         chunk = n * THREADS + thread
         address = tile + chunk * 16
         words = ptx.load_shared_words(address)

@@ -174,8 +174,14 @@ def ones(predicate: Int32) -> Any:
 
 
 def low_bytes(words: Sequence[Any]) -> Any:
-    """The lowest bytes of two words in the low half of one, the first lowest."""
-    return _asm("prmt.b32 $0, $1, $2, 0x0040;", [Int32], *words, pure=True)
+    """The lowest bytes of four words, the first lowest."""
+    return _asm(
+        "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x0040; prmt.b32 high, $3, $4, 0x0040; "
+        "prmt.b32 $0, low, high, 0x5410; }",
+        [Int32],
+        *words,
+        pure=True,
+    )
 
 
 def nan_bytes(word: Int32) -> Any:
@@ -232,12 +238,13 @@ def equal(x: Float32, y: float) -> Any:
     return _asm(code, [Int32], x, pure=True)
 
 
-def any_lane(predicate: Int32) -> Any:
-    """1 in all lanes if the predicate is not 0 in any."""
+def any_thread(barrier: Int32, threads: int, predicate: Int32) -> Any:
+    """Meet so many threads at a named barrier; 1 if the predicate is not 0 in any of them."""
     return _asm(
-        "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; vote.sync.any.pred q, p, -1; "
-        "selp.b32 $0, 1, 0, q; }",
+        "{ .reg .pred p, q; setp.ne.s32 p, $2, 0; "
+        f"bar.red.or.pred q, $1, {threads}, p; selp.b32 $0, 1, 0, q; }}",
         [Int32],
+        barrier,
         predicate,
     )
 
@@ -245,6 +252,11 @@ def any_lane(predicate: Int32) -> Any:
 def lane() -> Any:
     """Number of the thread in its warp, read anew."""
     return _asm("mov.u32 $0, %laneid;", [Int32])
+
+
+def anew(x: Int32) -> Any:
+    """``x``; what follows from it is not computed before this point, to be held in registers."""
+    return _asm("mov.b32 $0, $1;", [Int32], x)
 
 
 def wall() -> None:
@@ -317,21 +329,6 @@ def load_shared_float(address: Int32) -> Any:
     return _asm("ld.shared.b32 $0, [$1];", [Float32], address)
 
 
-def load_shared_pair(address: Int32) -> Any:
-    """Two words of shared memory."""
-    return _asm("ld.shared.v2.b32 {$0, $1}, [$2];", [Int32] * 2, address)
-
-
-def store_shared_half(address: Int32, value: Int32) -> None:
-    """The low 16 bits."""
-    _asm(
-        "{ .reg .b16 low, high; mov.b32 {low, high}, $1; st.shared.b16 [$0], low; }",
-        [],
-        address,
-        value,
-    )
-
-
 def load_shared_words(address: Int32) -> Any:
     """Four words of shared memory."""
     return _asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", [Int32] * 4, address)
@@ -377,10 +374,40 @@ def mbarrier_wait(barrier: Int32, parity: Int32) -> None:
     )
 
 
+def mbarrier_wait_cluster(barrier: Int32, parity: Int32) -> None:
+    """The same, for arrivals that publish shared memory of another thread block."""
+    _asm(
+        "{ .reg .pred p; RETRY: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 "
+        "p, [$0], $1; @!p bra RETRY; }",
+        [],
+        barrier,
+        parity,
+    )
+
+
 def arrive_once(barrier: Int32, lane: Int32) -> None:
     """Lane 0 arrives for its warp."""
     _asm(
         "{ .reg .pred p; setp.eq.s32 p, $1, 0; @p mbarrier.arrive.shared.b64 _, [$0]; }",
+        [],
+        barrier,
+        lane,
+    )
+
+
+def arrive_once_at(rank: int, barrier: Int32, lane: Int32, publishes: bool = False) -> None:
+    """Lane 0 arrives for its warp, at the same barrier of a thread block of the cluster.
+
+    ``publishes``: what was stored to another thread block's shared memory is there before. Only
+    then of cluster scope, as in NVIDIA's own libraries: ptxas makes a fence for the whole GPU of
+    that, and arrivals that hand over this thread block's own memories, to units that read them in
+    place, do without.
+    """
+    scope = ".release.cluster" if publishes else ""
+    _asm(
+        "{ .reg .pred p; .reg .b32 there; setp.eq.s32 p, $1, 0; "
+        f"mapa.shared::cluster.u32 there, $0, {rank}; "
+        f"@p mbarrier.arrive{scope}.shared::cluster.b64 _, [there]; }}",
         [],
         barrier,
         lane,
@@ -395,6 +422,32 @@ def mbarrier_expect(barrier: Int32, transfer: int) -> None:
 def fence_proxy_async() -> None:
     """What this thread wrote to shared memory is seen by asynchronous units."""
     _asm("fence.proxy.async.shared::cta;", [])
+
+
+# Clusters
+
+
+def cluster_rank() -> Any:
+    """Number of the thread block in its cluster."""
+    return _asm("mov.u32 $0, %cluster_ctarank;", [Int32], pure=True)
+
+
+def cluster_barrier() -> None:
+    """All threads of all thread blocks of the cluster meet."""
+    _asm("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;", [])
+
+
+def store_shared_at(rank: Int32, address: Int32, values: Sequence[Any]) -> None:
+    """Four words to the same address of a thread block of the cluster."""
+    names = ", ".join(f"${n + 2}" for n in range(4))
+    _asm(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, $1, $0; "
+        f"st.shared::cluster.v4.b32 [there], {{{names}}}; }}",
+        [],
+        rank,
+        address,
+        *values,
+    )
 
 
 # Copies
@@ -431,21 +484,22 @@ def load_bytes(target: Int32, source: Int64, count: int, barrier: Int32) -> None
     )
 
 
-# Tensor memory and the matrix unit
+# Tensor memory and the matrix unit; ``ctas``: of one thread block, or of a pair
 
 
-def tmem_alloc(target: Int32, columns: int) -> None:
-    """By a whole warp; the base address goes to shared memory."""
+def tmem_alloc(ctas: int, target: Int32, columns: int) -> None:
+    """By a whole warp, of each thread block; the base address goes to shared memory."""
     _asm(
-        f"tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [$0], {columns}; "
-        "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;",
+        f"tcgen05.alloc.cta_group::{ctas}.sync.aligned.shared::cta.b32 [$0], {columns}; "
+        f"tcgen05.relinquish_alloc_permit.cta_group::{ctas}.sync.aligned;",
         [],
         target,
     )
 
 
-def tmem_dealloc(base: Int32, columns: int) -> None:
-    _asm(f"tcgen05.dealloc.cta_group::1.sync.aligned.b32 $0, {columns};", [], base)
+def tmem_dealloc(ctas: int, base: Int32, columns: int) -> None:
+    """By a whole warp, of each thread block."""
+    _asm(f"tcgen05.dealloc.cta_group::{ctas}.sync.aligned.b32 $0, {columns};", [], base)
 
 
 def tmem_load(address: Int32, columns: int) -> Any:
@@ -517,9 +571,11 @@ def matrix_descriptor(address: Int32, high: int) -> Any:
     )
 
 
-def product_descriptor(n: int) -> int:
-    """Instruction descriptor: E4M3 operands, K-major, UE8M0 scales, M = 128, fp32 result."""
-    return (n >> 3) << 17 | 1 << 23 | 1 << 27
+def product_descriptor(ctas: int, n: int) -> int:
+    """Instruction descriptor: E4M3 operands, K-major, UE8M0 scales, 128 rows of D in each thread
+    block, fp32 result.
+    """
+    return (n >> 3) << 17 | 1 << 23 | ctas << 27
 
 
 NEGATE_A = 1 << 13
@@ -530,20 +586,27 @@ def scale_bytes(k: int) -> int:
     return k << 29 | k << 4
 
 
-def copy_scales(target: Int32, descriptor: Int64) -> None:
-    """An atom to four columns of tensor memory, in all four groups of lanes."""
-    code = "tcgen05.cp.cta_group::1.32x128b.warpx4 [$0], $1;"
+def copy_scales(ctas: int, target: Int32, descriptor: Int64) -> None:
+    """An atom to four columns of tensor memory, in all four groups of lanes; each thread block's
+    own, at the same addresses.
+    """
+    code = f"tcgen05.cp.cta_group::{ctas}.32x128b.warpx4 [$0], $1;"
     _asm(code, [], target, descriptor)
 
 
 def product(
-    d: Int32, a: Any, b: Int64, instruction: Int32, scales_a: Int32, scales_b: Int32, add: Int32
-) -> None:
-    """D = A B, plus D where ``add`` is not 0; A a descriptor (Int64) or in tensor memory."""
+    ctas: int, d: Int32, a: Any, b: Int64, instruction: Int32, scales_a: Int32, scales_b: Int32,
+    add: Int32,
+) -> None:  # fmt: skip
+    """D = A B, plus D where ``add`` is not 0; A a descriptor (Int64) or in tensor memory.
+
+    Of a pair, each thread block has 128 rows of A and D and half of the N rows of B, at the same
+    addresses, and scales of all N.
+    """
     operand = "$1" if type(a) is Int64 else "[$1]"
     _asm(
         "{ .reg .pred p; setp.ne.s32 p, $6, 0; "
-        "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.block32 "
+        f"tcgen05.mma.cta_group::{ctas}.kind::mxf8f6f4.block_scale.block32 "
         f"[$0], {operand}, $2, $3, [$4], [$5], p; }}",
         [],
         d,
@@ -556,6 +619,13 @@ def product(
     )
 
 
-def commit(barrier: Int32) -> None:
-    """Arrive when all that this thread has given to the matrix unit is done."""
-    _asm("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [$0];", [], barrier)
+def commit(ctas: int, barrier: Int32) -> None:
+    """Arrive when all that this thread has given to the matrix unit is done, in each thread block
+    of a pair.
+    """
+    code = f"tcgen05.commit.cta_group::{ctas}.mbarrier::arrive::one.shared::cluster"
+    if ctas == 1:
+        code += ".b64 [$0];"
+    else:
+        code = f"{{ .reg .b16 both; mov.b16 both, 3; {code}.multicast::cluster.b64 [$0], both; }}"
+    _asm(code, [], barrier)

@@ -86,14 +86,15 @@ class Sm100Kernel(BlockKernel):
         assert isinstance(queries, Sm100Queries) and isinstance(shard, MxShard)
         assert state.acc.dtype == torch.float32 and state.acc.is_contiguous(), state.acc.dtype
         batch, rows, heads_q, dk = queries.q.shape
-        work = work_list(tasks, queries.shard, shard.map, batch)
+        device, layout = queries.q.device, shard.layout
+        spec = ForwardSpec.of(dk, layout.geometry.dv, self._launcher.arch(device))
+        work = work_list(tasks, queries.shard, shard.map, batch, spec.ctas)
         if not len(work.items):
             return
-        device, layout = queries.q.device, shard.layout
         items, segments, modes = _uploaded(work, work.claim(state.written, rows), device)
         q, kv = queries.records(shard.wire), shard.records
         k, v = layout.operand("k", "d"), layout.operand("v", "seq")
-        spec = ForwardSpec(dk, layout.geometry.dv, self._launcher.emulated(device))
+        at_a_time = self._launcher.multiprocessors(device) // spec.ctas
         arguments = Arguments(
             q_records=q.records.data_ptr(),
             q_record_bytes=q.records.stride(0),
@@ -123,7 +124,7 @@ class Sm100Kernel(BlockKernel):
             modes_row=rows,
             n_items=len(work.items),
             scale=scale,
-            ctas=min(len(work.items) * heads_q, self._launcher.multiprocessors(device)),
+            ctas=spec.ctas * min(len(work.items) * heads_q, at_a_time),
         )
         self._launcher(spec, device, arguments)
 

@@ -1,7 +1,8 @@
 """From arguments to a running kernel: compiled once, loaded from disk, launched by the driver.
 
     device function(map of Q, map of K, map of V, scalars of ForwardSpec.DEVICE)
-    grid (ctas, 1, 1), block (THREADS, 1, 1), SHARED bytes of dynamic shared memory
+    grid (ctas, 1, 1), cluster (spec.ctas, 1, 1), block (THREADS, 1, 1), SHARED bytes of dynamic
+    shared memory
 
 A tensor map describes the payloads of all records: the contiguous axis, the other axis, batch row
 and head together, record; the last has the bytes of a record as its stride. All elements are bytes.
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ringfa4.kernels.cute import driver, host
-from ringfa4.kernels.sm100.specs import EMULATED, ROWS, ForwardSpec
+from ringfa4.kernels.sm100.specs import ROWS, ForwardSpec
 
 
 class Arguments(NamedTuple):
@@ -70,8 +71,8 @@ class Launcher(Protocol):
     def multiprocessors(self, device: torch.device) -> int:
         """How many thread blocks run at a time: one on each multiprocessor."""
 
-    def emulated(self, device: torch.device) -> int:
-        """``ForwardSpec.emulated`` for this device."""
+    def arch(self, device: torch.device) -> str:
+        """What is compiled for this device: "sm_100a" or "sm_103a"."""
 
     def __call__(self, spec: ForwardSpec, device: torch.device, arguments: Arguments) -> None:
         """Launch; asynchronous, on the current stream."""
@@ -88,7 +89,7 @@ class TensorMap(NamedTuple):
 
 
 def tensor_maps(spec: ForwardSpec, a: Arguments) -> tuple[TensorMap, TensorMap, TensorMap]:
-    """The maps of Q, K and V."""
+    """The maps of Q, K and V; a box of K or V is what one thread block takes of a record."""
     span, rows_q, rows_kv = spec.span, a.batch * a.heads_q, a.batch * a.heads_kv
     return (
         TensorMap(
@@ -102,14 +103,14 @@ def tensor_maps(spec: ForwardSpec, a: Arguments) -> tuple[TensorMap, TensorMap, 
             a.kv_records + a.k_payload,
             (spec.dk, ROWS, rows_kv, a.n_kv_records),
             (spec.dk, ROWS * spec.dk, a.kv_record_bytes),
-            (span, ROWS, 1, 1),
+            (span, spec.k_box, 1, 1),
             span,
         ),
         TensorMap(
             a.kv_records + a.v_payload,
             (ROWS, spec.dv, rows_kv, a.n_kv_records),
             (ROWS, ROWS * spec.dv, a.kv_record_bytes),
-            (ROWS, spec.dv, 1, 1),
+            (ROWS, spec.v_rows, 1, 1),
             ROWS,
         ),
     )
@@ -141,12 +142,12 @@ class CudaLauncher:
     def multiprocessors(self, device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).multi_processor_count
 
-    def emulated(self, device: torch.device) -> int:
-        return EMULATED[driver.architecture(device)]
+    def arch(self, device: torch.device) -> str:
+        return driver.architecture(device)
 
     def __call__(self, spec: ForwardSpec, device: torch.device, arguments: Arguments) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
-        kernel = host.kernel(spec, driver.architecture(device))
+        kernel = host.kernel(spec, self.arch(device))
         with torch.cuda.device(index):
             maps = [driver.tensor_map(*m) for m in tensor_maps(spec, arguments)]
             scalars = [getattr(arguments, name) for name in spec.DEVICE]
@@ -172,6 +173,6 @@ class LibraryLauncher(CudaLauncher):
         if self._functions is None:
             self._functions = import_module("tvm_ffi").load_module(self._path)
         index = torch.cuda.current_device() if device.index is None else device.index
-        function = self._functions[function_name(driver.architecture(device), spec.dk, spec.dv)]
+        function = self._functions[function_name(self.arch(device), spec.dk, spec.dv)]
         with torch.cuda.device(index):
             function(*arguments, torch.cuda.current_stream(device).cuda_stream)

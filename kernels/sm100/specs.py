@@ -2,7 +2,8 @@
 
     S = Q K^T,   P = 2^(S scale log2 e - reference),   O = P V:  both products block-scaled E4M3
 
-Tables, int32, one line for each item and segment (:mod:`ringfa4.kernels.sm100.worklist`):
+Tables, int32, one line for each item and segment (:mod:`ringfa4.kernels.sm100.worklist`); items
+are made for ``ctas`` thread blocks a work:
 
     items     batch, q_record, tiles, row, first, rows, seg0, seg1
     segments  record, q0, q1, k0, k1, lo, hi, 0
@@ -29,11 +30,17 @@ ITEM_WORDS = SEGMENT_WORDS = 8
 EMULATED = {"sm_100a": 12, "sm_103a": 0}
 """Of each 32 exponentials, how many are polynomials: the exp unit of SM103 is twice as fast."""
 
+CTAS = {"sm_100a": 1, "sm_103a": 2}
+"""Thread blocks that compute a work together. Of a pair, products read half as much of B from each
+shared memory, which is what binds SM103; exponentials bind SM100, which gains nothing."""
+
 LEAVE, WRITE, MERGE = 0, 1, 2
 """Modes of a row of the state: untouched, written (not read), merged into."""
 
-ROW_BYTES = 24
-"""What softmax keeps of a row in shared memory: its reference, sums and maxima."""
+ROW_WORDS, ROW_TOPS = 4, 2
+"""What softmax keeps of a row in shared memory: its reference, sums and maximum, each an array by
+row; and the offsets of its first two blocks, pairs by row: no two rows of a warp share a bank.
+"""
 
 SHARED_LIMIT = 227 * 1024
 """Dynamic shared memory that a thread block can have on SM100."""
@@ -42,7 +49,8 @@ SHARED_LIMIT = 227 * 1024
 @dataclass(frozen=True)
 class ForwardSpec:
     """``dk`` 64, 128 or 192, ``dv`` 64 or 128; ``emulated``: how many of each 32 exponentials are
-    polynomials on the FMA units, an even number.
+    polynomials on the FMA units, an even number; ``ctas`` 1, or 2: two thread blocks, a cluster,
+    compute a work together, each half of its queries, each with half of K and V.
 
     ``SIGNATURE`` of the host function, "q" 64-bit, "i" 32-bit integers, "f" fp32:
 
@@ -59,8 +67,9 @@ class ForwardSpec:
 
     in the left column's order, then the right's. Strides are bytes; acc is (b, s, heads_q, dv) with
     heads contiguous, max and sum (b, heads_q, s) with s contiguous, modes (b, s). The device
-    function takes three tensor maps (Q, K, V), then ``DEVICE``. Block (THREADS, 1, 1),
-    grid (ctas, 1, 1): work w = item * heads_q + head goes to thread block w % ctas.
+    function takes three tensor maps (Q, K, V), then ``DEVICE``. Block (THREADS, 1, 1), cluster
+    (spec.ctas, 1, 1), grid (ctas, 1, 1), a multiple: of its n clusters, w % n takes the work
+    w = item * heads_q + head.
     """
 
     SIGNATURE: ClassVar[str] = "qqqqiqqqqqqiiiiqqqqqqqqqqqifi"
@@ -81,11 +90,18 @@ class ForwardSpec:
     dk: int
     dv: int
     emulated: int
+    ctas: int = 1
 
     def __post_init__(self) -> None:
         reason = self.refusal(self.dk, self.dv)
         assert reason is None, reason
         assert 0 <= self.emulated <= 32 and self.emulated % 2 == 0, self.emulated
+        assert self.ctas in (1, 2), self.ctas
+
+    @classmethod
+    def of(cls, dk: int, dv: int, arch: str) -> ForwardSpec:
+        """What runs on an architecture, a key of EMULATED and CTAS."""
+        return cls(dk, dv, EMULATED[arch], CTAS[arch])
 
     @staticmethod
     def refusal(dk: int, dv: int) -> str | None:
@@ -108,9 +124,37 @@ class ForwardSpec:
         return -(-self.dk // 128)
 
     @property
+    def early(self) -> bool:
+        """Whether S comes in two halves, that of keys 64 to 127 before the O of the record before.
+
+        Tensor memory has no room for the scales of both where a row has two atoms.
+        """
+        return self.k_atoms == 1
+
+    @property
+    def s_keys(self) -> int:
+        """Keys of a product of S."""
+        return ROWS // 2 if self.early else ROWS
+
+    @property
     def slots(self) -> int:
         """Records of K and of V in flight."""
-        return 3 if self.dk <= 128 else 2
+        return 3 if self.dk <= 128 or self.ctas == 2 else 2
+
+    @property
+    def k_rows(self) -> int:
+        """Keys of a record that a thread block holds: a part of each product's."""
+        return ROWS // self.ctas
+
+    @property
+    def k_box(self) -> int:
+        """Of these, how many follow one another in the record."""
+        return self.s_keys // 2 if self.ctas == 2 else ROWS
+
+    @property
+    def v_rows(self) -> int:
+        """Columns of V that a thread block holds: rows of its payload, all 128 tokens."""
+        return self.dv // self.ctas
 
     @property
     def shared(self) -> SharedMap:
@@ -127,9 +171,10 @@ class SharedMap:
     """Byte offsets in dynamic shared memory, whose base is a multiple of 1024.
 
     What swizzled copies write begins at a multiple of 1024. ``q`` and its scales hold two tiles,
-    ``k`` and ``v`` and theirs ``slots`` records, ``p_scales`` an atom for each tile, ``rows`` the
-    words of each row of two tiles, ``staging`` a tile of O, ``v_marks`` a bit for each
-    token of a slot of V.
+    ``k`` and ``v`` what the thread block has of ``slots`` records, their scales all of it,
+    ``p_scales`` an atom for each tile, ``rows`` and ``tops`` the words of the rows of two tiles,
+    ``staging`` a tile of O, ``v_marks`` a bit for each token of a slot of V from each thread block
+    that scans it.
     """
 
     q: int
@@ -141,6 +186,7 @@ class SharedMap:
     v_scales: int
     p_scales: int
     rows: int
+    tops: int
     v_marks: int
     barriers: int
     tmem_base: int
@@ -149,9 +195,11 @@ class SharedMap:
     @classmethod
     def of(cls, spec: ForwardSpec) -> SharedMap:
         n, atoms = spec.slots, ATOM * spec.k_atoms
-        sizes = [2 * ROWS * spec.dk, n * ROWS * spec.dk, n * ROWS * spec.dv, ROWS * spec.dv * 4]
-        sizes += [2 * atoms, n * atoms, n * ATOM, 2 * ATOM, 2 * ROWS * ROW_BYTES, 16 * n]
-        sizes += [-(-8 * Barriers.of(n).count // 16) * 16, 16]
+        k, v = spec.k_rows * spec.dk, ROWS * spec.v_rows
+        sizes = [2 * ROWS * spec.dk, n * k, n * v, ROWS * spec.dv * 4]
+        sizes += [2 * atoms, n * atoms, n * ATOM, 2 * ATOM]
+        sizes += [2 * ROWS * 4 * ROW_WORDS, 2 * ROWS * 4 * ROW_TOPS, 16 * spec.ctas * n]
+        sizes += [-(-8 * len(Barriers.of(spec).arrivals) // 16) * 16, 16]
         offsets = [0]
         for size in sizes:
             assert offsets[-1] % 16 == 0, sizes
@@ -164,42 +212,63 @@ class SharedMap:
 class Barriers:
     """Number of the first mbarrier of each kind; who arrives -> who waits, per use.
 
-        q_full, k_full, v_full     load (and the bytes)         -> products
+        q_full, k_full, v_full     load (and the bytes)         -> products, guard (V)
         q_empty, k_empty           products (commit)            -> load
         v_empty                    products (commit), guard     -> load
-        s_full                     products (commit)            -> softmax of the tile
+        s_full                     products (commit)            -> softmax of the half
         s_loaded                   softmax, once a warp         -> products
-        p_ready, p_rest            softmax, once a warp         -> products
+        p_ready                    softmax, once a warp         -> products
+        p_rest                     softmax of the late half     -> products
         v_clean                    guard, of records with masks -> products
         o_full                     products (commit), softmax   -> epilogue
         o_empty                    epilogue, once a warp        -> products, softmax
 
-    One of each kind for a tile (q, s, p, o) or a slot (k, v).
+    One of each kind for a tile (q, p, o), for a half of the keys of a tile (s: tile 0's halves,
+    then tile 1's) or for a slot (k, v); ``arrivals`` of all of them, barrier by barrier, complete a
+    phase.
+
+    Of a pair, the leader's products wait for both thread blocks, at barriers of the leader's; what
+    they commit arrives at both. There are more then:
+
+        q_peer, k_peer, v_peer     the peer's relay, of its full -> products
+        o_free                     epilogue, once a warp         -> products, in place of o_empty
     """
 
     q_full: int
     q_empty: int
+    q_peer: int
     s_full: int
     s_loaded: int
     p_ready: int
     p_rest: int
     o_full: int
     o_empty: int
+    o_free: int
     k_full: int
     k_empty: int
+    k_peer: int
     v_full: int
     v_empty: int
+    v_peer: int
     v_clean: int
-    count: int
+    arrivals: tuple[int, ...]
 
     @classmethod
-    def of(cls, slots: int) -> Barriers:
-        tiles = list(range(0, 16, 2))
-        return cls(*tiles, *(16 + slots * n for n in range(6)))
-
-    @property
-    def arrivals(self) -> list[int]:
-        """How many complete a phase, barrier by barrier."""
-        slots = self.count - self.v_clean
-        tiles = [1] * 6 + [8] * 6 + [9] * 2 + [4] * 2
-        return tiles + [1] * (3 * slots) + [3] * slots + [1] * slots
+    def of(cls, spec: ForwardSpec) -> Barriers:
+        ctas, tiles, slots = spec.ctas, 2, spec.slots
+        extra = ctas - 1  # of a pair: one of each for one of each
+        kinds = {  # name: (how many, arrivals that complete a phase)
+            "q_full": (tiles, 1), "q_empty": (tiles, 1), "q_peer": (tiles * extra, 1),
+            "s_full": (2 * tiles, 1), "s_loaded": (2 * tiles, 4 * ctas),
+            "p_ready": (tiles, 8 * ctas), "p_rest": (tiles, 4 * ctas),
+            "o_full": (tiles, 9), "o_empty": (tiles, 4), "o_free": (tiles * extra, 4 * ctas),
+            "k_full": (slots, 1), "k_empty": (slots, 1), "k_peer": (slots * extra, 1),
+            "v_full": (slots, 1), "v_empty": (slots, 3), "v_peer": (slots * extra, 1),
+            "v_clean": (slots, ctas),
+        }  # fmt: skip
+        first: dict[str, int] = {}
+        arrivals: list[int] = []
+        for name, (count, needed) in kinds.items():
+            first[name] = len(arrivals)
+            arrivals += [needed] * count
+        return cls(**first, arrivals=tuple(arrivals))

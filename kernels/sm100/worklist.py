@@ -1,6 +1,7 @@
 """What one launch of the SM100 kernel walks: tables of items and segments, and a mode for each row.
 
-    item      two neighbouring records of queries (256 rows) of one batch row, or one record
+    item      neighbouring records of queries of one batch row: two (256 rows) at most, or four
+              where pairs of thread blocks compute a work
     segment   one band between the item's chunk and one chunk of keys, as chunk-local coordinates
     mode      of a row of the state: 0 leave it, 1 write it (unread), 2 merge into it
 
@@ -16,15 +17,17 @@ Tables are int32, one line for each item and segment, on the CPU:
     segments  record, q0, q1, k0, k1, lo, hi, 0
 
 ``q_record`` counts the records of the local queries, chunk after chunk; ``row`` is the item's first
-row in the local tensors, ``first`` the same within its chunk, ``rows`` <= 128 * ``tiles`` how many
-exist. A pair (i, j) of a segment is allowed where q0 <= i < q1, k0 <= j < k1, lo <= j - i <= hi
-(unbounded: -+UNBOUNDED). Token j lies in row j % 128 of packed record ``record`` + j // 128;
-``record`` may be negative, when the chunk's first records were not fetched.
+row in the local tensors, ``first`` the same within its chunk, ``rows`` how many exist; ``tiles``,
+1 or 2, how many each of ``ctas`` thread blocks computes: tile t of thread block r is record
+``q_record`` + ``ctas`` t + r, or nothing where that lies behind the rows. A pair (i, j) of a
+segment is allowed where q0 <= i < q1, k0 <= j < k1, lo <= j - i <= hi (unbounded: -+UNBOUNDED).
+Token j lies in row j % 128 of packed record ``record`` + j // 128; ``record`` may be negative, when
+the chunk's first records were not fetched.
 
 Items come longest first (most pairs of records): a launch hands them out in order, so the shortest
 ones fill the gaps at the end. Left out: cutting a long item along its keys, which would need a
-second pass over the state; a chunk of queries has an item for each 256 of them and head, many more
-than a chip has multiprocessors wherever a ring is worth its while.
+second pass over the state; a chunk of queries has an item for each 256 of them (of a pair: 512) and
+head, many more than a chip has multiprocessors wherever a ring is worth its while.
 
 Bands of one pair of chunks are disjoint, and a tile that two of them touch is visited twice: exact,
 and dear only for documents of a few tokens.
@@ -71,15 +74,18 @@ class WorkList:
         return torch.from_numpy(modes)
 
 
-def work_list(tasks: Sequence[Task], queries: Shard, keys: RecordMap, batch: int) -> WorkList:
+def work_list(
+    tasks: Sequence[Task], queries: Shard, keys: RecordMap, batch: int, ctas: int = 1
+) -> WorkList:
     """The tables of ``tasks``; those of a plan's step are kept, since every layer asks again.
 
     ``queries`` maps chunks to local rows, ``keys`` says where records of keys are; ``batch`` is the
-    number of batch rows, all of which a task without one is for.
+    number of batch rows, all of which a task without one is for; ``ctas`` thread blocks (1 or 2)
+    compute a work.
     """
     if isinstance(tasks, tuple):
-        return _kept(_Same(tasks), queries, keys, batch)
-    return _build(tasks, queries, keys, batch)
+        return _kept(_Same(tasks), queries, keys, batch, ctas)
+    return _build(tasks, queries, keys, batch, ctas)
 
 
 class _Same:
@@ -96,12 +102,14 @@ class _Same:
 
 
 @lru_cache(maxsize=256)
-def _kept(tasks: _Same, queries: Shard, keys: RecordMap, batch: int) -> WorkList:
-    return _build(tasks.tasks, queries, keys, batch)
+def _kept(tasks: _Same, queries: Shard, keys: RecordMap, batch: int, ctas: int) -> WorkList:
+    return _build(tasks.tasks, queries, keys, batch, ctas)
 
 
-def _build(tasks: Sequence[Task], queries: Shard, keys: RecordMap, batch: int) -> WorkList:
-    tables = _Tables(queries, keys)
+def _build(
+    tasks: Sequence[Task], queries: Shard, keys: RecordMap, batch: int, ctas: int
+) -> WorkList:
+    tables = _Tables(queries, keys, ctas)
     shared = [task for task in tasks if task.batch is None]
     own: dict[int, list[Task]] = {task.batch: [] for task in tasks if task.batch is not None}
     assert all(0 <= row < batch for row in own), (sorted(own), batch)
@@ -138,8 +146,8 @@ class _Rows:
 class _Tables:
     """The table of segments as it grows, and where lists of segments are in it."""
 
-    def __init__(self, queries: Shard, keys: RecordMap) -> None:
-        self._queries, self._keys = queries, keys
+    def __init__(self, queries: Shard, keys: RecordMap, ctas: int) -> None:
+        self._queries, self._keys, self._ctas = queries, keys, ctas
         self.segments: list[tuple[int, ...]] = []
         self._lists: dict[tuple[int, ...], tuple[int, int]] = {}
 
@@ -177,22 +185,23 @@ class _Tables:
         return bands
 
     def _items(self, chunk: int, bands: dict[int, Band]) -> list[tuple[int, tuple[int, ...]]]:
-        """Pairs of neighbouring records that see keys, from the left; a lone one by itself."""
+        """As many neighbouring records that see keys as an item takes, from the left."""
         touching: dict[int, list[int]] = {}
         for number, band in bands.items():
             for record in range(band.q0 // RECORD, (band.q1 - 1) // RECORD + 1):
                 touching.setdefault(record, []).append(number)
         count, offset = self._queries.chunks[chunk].count, self._queries.offsets[chunk]
-        base, done = self._queries.record_base[chunk], -1
+        base, stop = self._queries.record_base[chunk], 0
         items: list[tuple[int, tuple[int, ...]]] = []
         for record in sorted(touching):
-            if record <= done:
-                continue  # the second of the pair before
-            pair = touching.get(record + 1)
-            tiles = 1 if pair is None else 2
-            numbers = touching[record] if pair is None else sorted({*touching[record], *pair})
-            first, done = record * RECORD, record + tiles - 1
-            rows = min(RECORD * tiles, count - first)
+            if record < stop:
+                continue  # of the item before
+            numbers, stop = touching[record], record + 1
+            while stop < record + 2 * self._ctas and stop in touching:
+                numbers = sorted({*numbers, *touching[stop]})
+                stop += 1
+            first, tiles = record * RECORD, -(-(stop - record) // self._ctas)
+            rows = min(stop * RECORD, count) - first
             visits = sum(_records(bands[n], first, first + rows) for n in numbers)
             where = self._place(numbers)
             item = (base + record, tiles, offset + first, first, rows, *where)

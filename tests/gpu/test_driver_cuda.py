@@ -51,6 +51,12 @@ extern "C" __global__ void load(const __grid_constant__ Map map, unsigned char *
     *scaled = 2 * scale;
   }
 }
+extern "C" __global__ void ranks(const __grid_constant__ Map map, int *out) {
+  unsigned rank, size;
+  asm volatile("mov.u32 %0, %%cluster_ctarank; mov.u32 %1, %%cluster_nctarank;"
+               : "=r"(rank), "=r"(size));
+  if (threadIdx.x == 0) out[blockIdx.x] = 10 * size + rank;
+}
 """
 
 
@@ -88,7 +94,10 @@ def test_a_tile_comes_through_its_tensor_map(span: int) -> None:
 
 
 def check(span: int) -> None:
-    """Two rows of heads, three records with scales behind the payload; the last tile of all."""
+    """Two rows of heads, three records with scales behind the payload; the last tile of all.
+
+    Then clusters.
+    """
     heads, records, payload = 2, 3, 128 * span
     stride = heads * payload + 512
     generator = torch.Generator().manual_seed(span)
@@ -110,6 +119,13 @@ def check(span: int) -> None:
     tile = data[2, payload : 2 * payload].numpy()
     assert out.cpu().numpy().tolist() == swizzled(tile, span.bit_length() - 5).tolist()
     assert scaled.item() == 3.0
+    found = torch.zeros(6, dtype=torch.int32, device="cuda")
+    kernel = driver.Kernel(compiled(), "ranks", "128sq", 128, cluster=2)
+    kernel.launch(
+        (6, 1, 1), torch.cuda.current_device(), stream.cuda_stream, [encoded, found.data_ptr()]
+    )
+    stream.synchronize()
+    assert found.tolist() == [20, 21] * 3, "three clusters of two"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 Two counts of each kernel (d 128, no mask). Executed instructions and the work of units, by the
 executor, at 1,024 and at 2,048 keys: the difference is what key tiles cost, the rest what a tile of
 queries costs once. And the loop of a softmax warp as ptxas scheduled it (sass.py), which the model
-replays (ringfa4.launch.cost_replay).
+replays (ringfa4.launch.cost_replay): two where S comes in halves, that of the late half first.
 
 Each kernel is compiled in a process of its own, since the DSL fixes the architecture at import. The
 FlashAttention kernels need flash-attn-4 and quack-kernels, ours this package; all need
@@ -25,15 +25,18 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringfa4.launch.cost_model import COUNTS
 from ringfa4.launch.cost_replay import Op
 
 from . import sass
+
+if TYPE_CHECKING:
+    from ringfa4.kernels.sm100.specs import ForwardSpec
 
 ROOT = Path(__file__).parents[1]
 KEYS = (1024, 2048)
@@ -123,7 +126,7 @@ def stream(code: Sequence[sass.Instruction]) -> list[Op]:
     waits = [n for n, x in enumerate(code) if x.opcode.startswith("SYNCS.PHASECHK")]
     begin = max([n for n in waits if n < first] or waits)
     ops: list[Op] = []
-    stores, loads = 0, 0
+    stores, loads, given = 0, 0, False
     for x in (*code[begin:], *code[:begin]):
         event = "" if ops else "S"
         stores, loads = stores + (x.mnemonic == "STTM"), loads + (x.mnemonic == "LDTM")
@@ -131,8 +134,8 @@ def stream(code: Sequence[sass.Instruction]) -> list[Op]:
             event = "P"
         elif x.opcode.startswith("BAR"):
             event = "factor" if ".ARV" in x.opcode else "pair"
-        elif x.opcode.startswith("SYNCS.ARRIVE") and loads and not stores:
-            event = "loaded"
+        elif x.opcode.startswith("SYNCS.ARRIVE") and loads and not stores and not given:
+            event, given = "loaded", True
         kind = KIND.get(x.mnemonic, "other")
         found = re.search(r"\.x(\d+)", x.opcode) if kind in ("load", "store") else None
         registers = int(found[1]) if found else 0
@@ -140,13 +143,33 @@ def stream(code: Sequence[sass.Instruction]) -> list[Op]:
     return ops
 
 
-def of_loop(cubin: bytes, exps: int) -> dict[str, Any]:
-    """What is kept of the loop that executes at least ``exps`` exponentials."""
+def of_loops(cubin: bytes, exps: int, warps: int = 1, halves: bool = False) -> dict[str, Any]:
+    """What is kept of the loops that execute at least ``exps`` exponentials: of ``warps`` that
+    share a tile all have the same, or with ``halves`` the two have one each.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        code = sass.loop(sass.parse(sass.disassembled(file.name)), "MUFU", exps)
-    return {"sass": sass.tally(code), "loop": " ".join(str(op) for op in stream(code))}
+        listing = sass.parse(sass.disassembled(file.name))
+    codes = sass.loops(listing, "MUFU", exps, 2 if halves else 1)
+    if halves:
+        before = [before_meeting(stream(code)) for code in codes]
+        if before[0] == before[1]:
+            raise ValueError(f"both halves meet after {before[0]} exponentials: which is late?")
+        if before[0] > before[1]:
+            codes.reverse()
+    made = [" ".join(str(op) for op in stream(code)) for code in codes]
+    return {
+        "halves": halves,
+        "sass": [sass.tally(code) for code in codes],
+        "loops": made if halves else made * warps,
+    }
+
+
+def before_meeting(ops: Sequence[Op]) -> int:
+    """Exponentials before the two warps of the same rows meet: many where S came early."""
+    meeting = next(n for n, op in enumerate(ops) if op.event == "pair")
+    return sum(op.kind == "exp" for op in ops[:meeting])
 
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -221,10 +244,9 @@ def fa4(source: Source) -> dict[str, Any]:
     about = {
         "parts": [0.75, 0.25],
         "shared_scales": False,
-        "warps": 1,
         "rescales": source.dtype == "fp8",
     }
-    return about | counts | of_loop(cubins[0], 100)
+    return about | counts | of_loops(cubins[0], 100)
 
 
 def ours(source: Source, emulated: int | None = None) -> dict[str, Any]:
@@ -233,36 +255,45 @@ def ours(source: Source, emulated: int | None = None) -> dict[str, Any]:
     from sm100 import executed as cases
 
     from ringfa4.kernels.cute.compile import compile_kernel
-    from ringfa4.kernels.sm100.specs import ForwardSpec
     from ringfa4.state import State
 
-    if emulated is None:
-        emulated = shipped(source.arch)
-    spec = ForwardSpec(128, 128, emulated)
+    spec = shipped(source.arch)
+    if emulated is not None:
+        spec = replace(spec, emulated=emulated)
     # Warps that the softmax has for each tile on a scheduler, beside 8 for everything else.
-    warps = (ForwardSpec.THREADS // 32 - 8) // 8
-    exps = (128 - 4 * emulated) // warps
-    loop = of_loop(compile_kernel(spec, source.arch).cubin, exps * 9 // 10)
-    publications = loop["loop"].count("/P")
-    about = {"emulated": emulated, "parts": [1 / publications] * publications}
-    about |= {"shared_scales": True, "warps": warps, "rescales": False}
+    warps = (spec.THREADS // 32 - 8) // 8
+    exps = (128 - 4 * spec.emulated) // warps
+    cubin = compile_kernel(spec, source.arch).cubin
+    loops = of_loops(cubin, exps * 9 // 10, warps, spec.early)
+    about = {"emulated": spec.emulated, "parts": shares(loops["loops"])}
+    about |= {"shared_scales": True, "rescales": False}
     captured = cases.captured(spec, source.arch)
     cases.captured = lambda *_: captured  # type: ignore[assignment]
 
     def run(keys: int) -> Mapping[str, int]:
-        case = cases.gaussian(QUERIES, keys, emulated=emulated, ctas=2)
+        case = cases.gaussian(QUERIES, keys, emulated=spec.emulated, ctas=spec.ctas, teams=2)
         state = State(1, QUERIES, 1, 128, device=torch.device("cpu"))
         result = case.execute(state)
         return result.by_opcode + result.work  # type: ignore[no-any-return]
 
-    return about | executed(run) | loop
+    return about | executed(run) | loops
 
 
-def shipped(arch: str) -> int:
-    """Polynomials of each 32 exponentials that our kernel is compiled with for ``arch``."""
-    from ringfa4.kernels.sm100.specs import EMULATED
+def shares(loops: Sequence[str]) -> list[float]:
+    """Of a product of P, whose publications allow them: every warp has as many blocks of it, and
+    publishes them one after another or at once.
+    """
+    published = [loop.count("/P") for loop in loops]
+    first = sum(1 / n for n in published) / len(published)
+    later = max(published) - 1
+    return [first, *((1 - first) / later for _ in range(later))]
 
-    return EMULATED[arch]
+
+def shipped(arch: str) -> ForwardSpec:
+    """How our kernel is compiled for ``arch``, d 128."""
+    from ringfa4.kernels.sm100.specs import ForwardSpec
+
+    return ForwardSpec.of(128, 128, arch)
 
 
 def executed(run: Callable[[int], Mapping[str, int]]) -> dict[str, Any]:

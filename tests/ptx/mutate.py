@@ -42,6 +42,10 @@ _RULES: dict[str, tuple[str, str | Callable[[re.Match[str]], str]]] = {
     "drop proxy fence": (r"fence\.proxy\.async[^;]*;", ""),
     "drop wait::st": (r"tcgen05\.wait::st[^;]*;", ""),
     "drop barrier": (r"\bbar(rier)?\.sync\s[^;]*;", ""),
+    "drop reducing barrier": (
+        r"\bbar(?:rier)?(?:\.cta)?\.red\.\w+(?:\.aligned)?\.pred\s+(\S+),[^;]*,\s*(\S+);",
+        r"mov.pred \1, \2;",
+    ),
     "drop copy": (r"(@\S+\s+)?cp\.async\.bulk\.tensor[^;]*mbarrier[^;]*;", ""),
     "drop bulk wait": (r"cp\.async\.bulk\.wait_group[^;]*;", ""),
     "drop mma": (r"(@\S+\s+)?tcgen05\.mma[^;]*;", ""),

@@ -245,16 +245,25 @@ def _warpsync(self: Lowering, mods: list[str], operands: tuple[Operand, ...]) ->
     return Encoded("WARPSYNC", [self.source(operands[0], 4)])
 
 
+@family("bar", "barrier")
 def _named_barrier(self: Lowering, mods: list[str], operands: tuple[Operand, ...]) -> Encoded:
-    mods = list(mods)
+    mods, flags = list(mods), 0
     take(mods, ("cta", "aligned"))
-    (action,) = mods
+    reduced = [-1, -1]
+    if mods[0] == "red":
+        action, kind = mods[1:]
+        if kind != "pred":
+            raise ValueError(f"a reduction to .{kind}")
+        result, *operands, source = operands
+        if isinstance(source, Negated):
+            source, flags = source.register, FLAG["NEGATE_SOURCE"]
+        reduced = [self.predicate(result), self.predicate(source)]
+    else:
+        (action,) = mods
     args = [self.source(operands[0], 4)]
     args.append(self.source(operands[1], 4) if len(operands) > 1 else -1)
-    return Encoded("BARRIER", args, sub={"sync": 0, "arrive": 1}[action])
-
-
-FAMILIES["bar"] = FAMILIES["barrier"] = _named_barrier
+    sub = {"sync": 0, "arrive": 1, "or": 2, "and": 3}[action]
+    return Encoded("BARRIER", [*args, *reduced], sub=sub, flags=flags)
 
 
 @family("barrier.cluster")

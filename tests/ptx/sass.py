@@ -1,6 +1,6 @@
 """What ptxas made of a kernel: instructions with their scheduling, and the loop that matters.
 
-    stream = loop(parse(disassembled("kernel.cubin")), least=100)
+    (code,) = loops(parse(disassembled("kernel.cubin")), "MUFU", least=100)
 
 `nvdisasm -c -hex` (the nvidia-cuda-nvdisasm wheel) prints each instruction's 128 bits. ptxas has
 scheduled it: bits 105-108 are the cycles to the warp's next instruction, bits 110-112 and 113-115
@@ -119,8 +119,9 @@ def _instruction(text: str, high: int) -> Instruction:
     )
 
 
-def loop(listing: Listing, mnemonic: str, least: int) -> list[Instruction]:
-    """The shortest way round that executes ``mnemonic`` at least ``least`` times.
+def loops(listing: Listing, mnemonic: str, least: int, number: int = 1) -> list[list[Instruction]]:
+    """The ``number`` shortest ways round that execute ``mnemonic`` at least ``least`` times, each
+    in blocks of its own.
 
     So masked copies of a loop, rescaling and other excursions are left out: what is counted is the
     path of a full tile on which nothing rare happens.
@@ -129,18 +130,25 @@ def loop(listing: Listing, mnemonic: str, least: int) -> list[Instruction]:
     starts = sorted(blocks)
     weight = {s: blocks[s][0] - s for s in starts}
     count = {s: sum(x.mnemonic == mnemonic for x in listing.code[s : blocks[s][0]]) for s in starts}
-    best: list[int] | None = None
-    for root in starts:
-        if not count[root]:
-            continue
-        cycle = _shortest_cycle(root, blocks, weight)
-        if cycle is None or sum(count[s] for s in cycle) < least:
-            continue
-        if best is None or sum(weight[s] for s in cycle) < sum(weight[s] for s in best):
-            best = cycle
-    if best is None:
-        raise ValueError(f"no loop with {least} {mnemonic}")
-    return [x for s in best for x in listing.code[s : blocks[s][0]]]
+    found: list[list[int]] = []
+    while len(found) < number:
+        best: list[int] | None = None
+        for root in starts:
+            if not count[root]:
+                continue
+            cycle = _shortest_cycle(root, blocks, weight)
+            if cycle is None or sum(count[s] for s in cycle) < least:
+                continue
+            if best is None or sum(weight[s] for s in cycle) < sum(weight[s] for s in best):
+                best = cycle
+        if best is None:
+            raise ValueError(f"{len(found)} loops with {least} {mnemonic}, {number=}")
+        found.append(best)
+        # What they share, if anything, has none of the mnemonic.
+        blocks = {s: x for s, x in blocks.items() if not (s in best and count[s])}
+        starts = sorted(blocks)
+    ends = _blocks(listing)
+    return [[x for s in cycle for x in listing.code[s : ends[s][0]]] for cycle in found]
 
 
 def _blocks(listing: Listing) -> dict[int, tuple[int, tuple[int, ...]]]:

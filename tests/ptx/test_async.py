@@ -357,6 +357,63 @@ DONE:
     assert out.tolist() == [1, 2, 3, 4]
 
 
+# Both CTAs store a word to the first one and arrive there; it adds the words up.
+GATHER_WAIT = wait("%r1", "0").replace("parity", "parity.acquire.cluster")
+GATHER = f"""
+  mov.b32 %r1, smem; mov.u32 %r0, %tid.x; mov.u32 %r9, %cluster_ctarank;
+  setp.ne.u32 %p0, %r0, 0; setp.ne.u32 %p1, %r9, 0; @%p0 bra READY;
+  mbarrier.init.shared.b64 [%r1], 2;
+READY:
+  BEGIN
+  mapa.shared::cluster.u32 %r2, %r1, 0; shl.b32 %r3, %r9, 2; add.u32 %r3, %r3, %r2;
+  @%p0 bra SENT;
+  add.u32 %r5, %r9, 7; st.shared::cluster.b32 [%r3+64], %r5;
+  mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r2];
+SENT:
+  @%p1 bra DONE;
+  {GATHER_WAIT}
+  @%p0 bra DONE;
+  ld.shared.b32 %r6, [%r1+64]; ld.shared.b32 %r7, [%r1+68]; add.u32 %r6, %r6, %r7;
+  st.global.b32 [out], %r6;
+DONE:
+"""
+
+
+def gather(schedule: Schedule, change: tuple[str, str] = ("", "")) -> int:
+    out = np.zeros(1, np.uint32)
+    assert change[0] in GATHER
+    body = GATHER.replace(*change) if change[0] else GATHER
+    body = body.replace("BEGIN", "barrier.cluster.arrive; barrier.cluster.wait;")
+    pair = {"grid": (2, 1, 1), "cluster": (2, 1, 1), "dynamic_shared": 128}
+    execute(body, {"out": out}, shared=SHARED, schedule=schedule, **pair)
+    return int(out[0])
+
+
+@schedules
+def test_arrivals_and_stores_of_a_peer(schedule: Schedule) -> None:
+    assert gather(schedule) == 15
+
+
+@schedules
+@pytest.mark.parametrize(
+    ("broken", "instead", "kinds"),
+    [
+        (GATHER_WAIT, "", ("race", "unwritten")),
+        ("b64 [%r1], 2;", "b64 [%r1], 3;", ("deadlock",)),
+        ("b64 [%r1], 2;", "b64 [%r1], 1;", ("race", "unwritten", "protocol")),
+        ("BEGIN", "", ("race", "protocol")),  # its owner may not have made the barrier yet
+        ("@%p1 bra DONE;", "bra DONE;", ("protocol",)),  # exits while a peer may be on its way
+        ("mapa.shared::cluster.u32 %r2, %r1, 0;", "mov.b32 %r2, %r1;", ("deadlock",)),
+    ],
+)  # fmt: skip
+def test_gathering_faults(
+    schedule: Schedule, broken: str, instead: str, kinds: tuple[str, ...]
+) -> None:
+    with pytest.raises(ExecutionError) as caught:
+        gather(schedule, (broken, instead))
+    assert caught.value.kind in kinds, caught.value
+
+
 @schedules
 def test_multicast_reaches_every_cta(schedule: Schedule) -> None:
     array = RNG.integers(0, 256, (2, 128), dtype=np.uint8)

@@ -97,6 +97,7 @@ def test_dense_gemm(arch: str, options: str) -> None:
         "--tile 128 64",
         "--tile 256 128 --cluster 2",
         "--tile 256 256 --cluster 2 --shape 512 512 384",
+        "--tile 256 64 --cluster 2 --shape 512 256 256",
     ],
 )
 def test_block_scaled_gemm(options: str) -> None:

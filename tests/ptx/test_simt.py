@@ -118,6 +118,38 @@ def test_shared_memory_and_bar_sync(schedule: Schedule) -> None:
 
 
 @schedules
+@pytest.mark.parametrize(
+    ("operation", "threshold", "expected"),
+    [("or", 63, 1), ("or", 128, 0), ("and", 0, 1), ("and", 1, 0)],
+)
+def test_reducing_barrier(
+    schedule: Schedule, operation: str, threshold: int, expected: int
+) -> None:
+    """Of the predicates of all four warps; again, negated, and again where none is true."""
+    out = ints(128)
+    body = f"""
+  setp.ge.u32 %p0, %r0, {threshold}; setp.lt.u32 %p2, %r0, 0;
+  barrier.cta.red.{operation}.pred %p1, 3, 128, %p0; selp.b32 %r1, 1, 0, %p1;
+  bar.red.{operation}.pred %p1, 3, 128, !%p2; @!%p1 trap;
+  bar.red.{operation}.pred %p1, 3, 128, %p2; @%p1 trap;
+  st.global.b32 [%d0], %r1;
+"""
+    execute(LANE + body, {"out": out}, block=(128, 1, 1), schedule=schedule)
+    assert (out == expected).all()
+
+
+def test_a_barrier_that_only_some_reduce_is_an_error() -> None:
+    body = """
+  setp.ge.u32 %p0, %r0, 32; @%p0 bra OTHER;
+  bar.sync 1, 64; bra END;
+OTHER: bar.red.or.pred %p1, 1, 64, %p0;
+END:
+"""
+    with pytest.raises(ExecutionError, match="disagree on what it reduces"):
+        execute(LANE + body, {"out": ints(64)}, block=(64, 1, 1))
+
+
+@schedules
 @pytest.mark.parametrize("instead", ["", "bar.sync 1, 64;", "bar.arrive 0, 128;"])
 def test_a_missing_barrier_is_found(schedule: Schedule, instead: str) -> None:
     """Whatever the order: either the bytes are not there yet, or nobody promised that they are."""

@@ -121,6 +121,7 @@ def run_mma(
     *,
     group: int = 1,
     scales: list[np.ndarray] | None = None,
+    shift_b: int = 0,
     a_in_tensor: np.ndarray | None = None,
     schedule: Schedule | None = LATE,
     change: tuple[str, str] = ("", ""),
@@ -129,6 +130,7 @@ def run_mma(
 ) -> np.ndarray:
     """D of one accumulation over all K steps; `a`, `b`: one operand for each CTA of the group.
 
+    `shift_b`: B's scales begin so many columns behind the first that they are copied to.
     D comes as the four warps of each CTA read it: group x 128 lanes x columns (M = 64: 64 rows).
     """
     columns = columns or n
@@ -166,7 +168,8 @@ def run_mma(
         extra = ""
         if scales:
             issue += (
-                f"add.u32 %r64, %r41, {256 | step << 30}; add.u32 %r65, %r41, {260 | step << 30};\n"
+                f"add.u32 %r64, %r41, {256 | step << 30};"
+                f" add.u32 %r65, %r41, {(260 + shift_b) | step << 30};\n"
             )
             extra = " [%r64], [%r65],"
         suffix = ".block_scale.block32" if scales else ""
@@ -350,6 +353,93 @@ def test_block_scaled_mma(schedule: Schedule, group: int, n: int) -> None:
         for v, c in ((x, np.concatenate(codes_a)), (y, codes_b))
     ]
     check(got.reshape(rows, n), wide[0] @ wide[1].T, 4)
+
+
+@schedules
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("in_tensor", [False, True], ids=["shared", "tensor"])
+def test_scales_of_the_second_half_of_an_atom(
+    schedule: Schedule, group: int, in_tensor: bool
+) -> None:
+    """N = 64 with rows 64 to 127 of an atom of B's scales: two columns on (9.7.16.10.7).
+
+    A pair's CTAs hold half of B's rows each, and the scales of all of them.
+    """
+    rows = 128 * group
+    (x, xb), (y, yb) = values(rows, 128, "e4m3"), values(64, 128, "e4m3")
+    codes_a, atoms_a = zip(*(scale_atom(128) for _ in range(group)), strict=True)
+    codes_b, atom_b = scale_atom(128)
+    words = [scaled_instruction(rows, 64, k) for k in range(4)]
+    a = [operand(p, True, 3) for p in np.split(xb, group)]
+    b = [operand(p, True, 3) for p in np.split(yb, group)]
+    got = run_mma(
+        "mxf8f6f4", rows, 64, words, a, b, group=group, schedule=schedule, shift_b=2,
+        scales=[list(atoms_a), [atom_b] * group],
+        a_in_tensor=np.ascontiguousarray(xb).view(np.uint32) if in_tensor else None,
+    )  # fmt: skip
+    wide = [
+        v * np.repeat(2.0 ** (c.astype(float) - 127), 32, axis=1)
+        for v, c in ((x, np.concatenate(codes_a)), (y, codes_b[64:]))
+    ]
+    check(got.reshape(rows, 64), wide[0] @ wide[1].T, 4)
+
+
+@pytest.mark.parametrize(
+    ("broken", "instead", "kinds"),
+    [
+        ("mov.b16 %h1, 3;", "mov.b16 %h1, 1;", ("deadlock",)),  # the other CTA hears nothing
+        (", [%r65], 1;", ", [%r64], 1;", ()),  # scales of A for B: another result
+        ("setp.ne.u32 %p2, %r8, 0;", "setp.eq.u32 %p2, %r8, 0;", ("protocol",)),  # not the leader
+    ],
+)  # fmt: skip
+def test_pair_faults(broken: str, instead: str, kinds: tuple[str, ...]) -> None:
+    (x, xb), (y, yb) = values(256, 128, "e4m3"), values(64, 128, "e4m3")
+    a, b = ([operand(p, True, 3) for p in np.split(z, 2)] for z in (xb, yb))
+    words = [scaled_instruction(256, 64, k) for k in range(4)]
+    codes, atoms = zip(*(scale_atom(128) for _ in range(3)), strict=True)
+    scales = [list(atoms[:2]), [atoms[2]] * 2]
+    wide = [
+        v * np.repeat(2.0 ** (c.astype(float) - 127), 32, axis=1)
+        for v, c in ((x, np.concatenate(codes[:2])), (y, codes[2][:64]))
+    ]
+    want = wide[0] @ wide[1].T
+    for schedule in ADVERSARIAL:
+        try:
+            got = run_mma(
+                "mxf8f6f4", 256, 64, words, a, b, group=2, scales=scales, schedule=schedule,
+                change=(broken, instead),
+            )  # fmt: skip
+        except ExecutionError as error:
+            assert error.kind in kinds, error
+        else:
+            assert not kinds
+            assert np.abs(got.reshape(256, 64) - want).max() > np.abs(want).max() / 100
+
+
+@schedules
+def test_a_cta_that_does_not_wait_for_a_commit_of_its_peer_is_remarked(schedule: Schedule) -> None:
+    """Only shared memory of CTAs that have not exited may be signalled."""
+    body = f"""
+  mov.b32 %r1, smem; mov.u32 %r0, %tid.x; mov.u32 %r8, %cluster_ctarank; mov.b16 %h1, 3;
+  setp.ne.u32 %p0, %r0, 0; @%p0 bra READY; mbarrier.init.shared.b64 [%r1], 1;
+READY:
+  barrier.cluster.arrive; barrier.cluster.wait;
+  setp.ne.u32 %p1, %r8, 0; @%p1 bra ISSUED; @%p0 bra ISSUED;
+  tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64
+    [%r1], %h1;
+ISSUED:
+  barrier.cluster.arrive; barrier.cluster.wait; @%p1 bra PEER;
+  {wait("%r1")} bra DONE;
+PEER: {wait("%r1")}
+DONE:
+"""
+    pair = {"grid": (2, 1, 1), "cluster": (2, 1, 1), "dynamic_shared": 64}
+    arrays = {"out": np.zeros(1)}
+    good = execute(body, arrays, shared=SHARED, schedule=schedule, **pair)
+    assert not good.remarks
+    deaf = body.replace(f"PEER: {wait('%r1')}", "PEER:")
+    (remark,) = execute(deaf, arrays, shared=SHARED, schedule=schedule, **pair).remarks
+    assert "exit" in remark and "CTA 1" in remark
 
 
 def test_a_flipped_scale_bit_or_transpose_bit_shows() -> None:

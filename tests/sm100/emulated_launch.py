@@ -34,8 +34,8 @@ Array = np.ndarray
 class EmulatedLauncher:
     """Stands in for the GPU; ``launches`` keeps what it was given."""
 
-    def __init__(self, multiprocessors: int = 3) -> None:
-        self._multiprocessors = multiprocessors
+    def __init__(self, multiprocessors: int = 3, arch: str = "sm_100a") -> None:
+        self._multiprocessors, self._arch = multiprocessors, arch
         self.launches: list[tuple[ForwardSpec, Arguments]] = []
 
     def missing(self) -> str | None:
@@ -44,8 +44,8 @@ class EmulatedLauncher:
     def multiprocessors(self, device: torch.device) -> int:
         return self._multiprocessors
 
-    def emulated(self, device: torch.device) -> int:
-        return 8
+    def arch(self, device: torch.device) -> str:
+        return self._arch
 
     def __call__(self, spec: ForwardSpec, device: torch.device, arguments: Arguments) -> None:
         self.launches.append((spec, arguments))
@@ -89,27 +89,30 @@ def to_e4m3(x: Array) -> Array:
 
 
 def launch(spec: ForwardSpec, a: Arguments) -> None:
-    """All works; a thread block's are those with its number modulo ``ctas``, so order is free."""
+    """All works; a cluster's are those with its number modulo all clusters', so order is free."""
     assert a.q_records % 16 == a.q_record_bytes % 128 == a.kv_records % 16 == 0
-    assert a.items % 16 == a.segments % 16 == 0 and 0 < a.ctas <= a.n_items * a.heads_q
+    assert a.items % 16 == a.segments % 16 == 0
+    clusters, rest = divmod(a.ctas, spec.ctas)
+    assert rest == 0 < clusters <= a.n_items * a.heads_q, (a.ctas, spec)
     items = table(a.items, a.n_items).tolist()
-    assert len({(item[0], item[1] + t) for item in items for t in range(item[2])}) == sum(
-        item[2] for item in items
-    ), "a record of queries belongs to one item"
+    records = [(item[0], item[1] + n) for item in items for n in range(-(-item[5] // ROWS))]
+    assert len(set(records)) == len(records), "a record of queries belongs to one item"
     for item in items:
         for head in range(a.heads_q):
-            for tile in range(item[2]):
+            for number in range(-(-item[5] // ROWS)):
                 with np.errstate(invalid="ignore"):  # -inf - -inf, in lanes that are not used
-                    compute(spec, a, item, tile, head)
+                    compute(spec, a, item, number, head)
 
 
-def compute(spec: ForwardSpec, a: Arguments, item: list[int], tile: int, head: int) -> None:
+def compute(spec: ForwardSpec, a: Arguments, item: list[int], number: int, head: int) -> None:
+    """The ``number``-th record of an item's queries: tile number // ctas of block number % ctas."""
     batch, q_record, tiles, row, first, rows, seg0, seg1 = item
-    assert 0 <= batch < a.batch and 0 <= q_record + tile < a.n_q_records
-    assert ROWS * (tiles - 1) < rows <= ROWS * tiles and first % ROWS == 0
-    row, first, rows = row + ROWS * tile, first + ROWS * tile, min(ROWS, rows - ROWS * tile)
+    assert 0 <= batch < a.batch and 0 <= q_record + number < a.n_q_records
+    assert first % ROWS == 0 < tiles <= 2
+    assert ROWS * spec.ctas * (tiles - 1) < rows <= ROWS * spec.ctas * tiles
+    row, first, rows = row + ROWS * number, first + ROWS * number, min(ROWS, rows - ROWS * number)
     heads = batch * a.heads_q + head
-    base = a.q_records + (q_record + tile) * a.q_record_bytes
+    base = a.q_records + (q_record + number) * a.q_record_bytes
     atoms = -(-spec.dk // 128) * 512
     q = matrix(
         base + a.q_payload + heads * ROWS * spec.dk,

@@ -54,7 +54,10 @@ def captured(spec: ForwardSpec, arch: str = "sm_100a") -> Any:
 
 @dataclass
 class Case:
-    """q (b, sq, heads_q, dk), k (b, sk, heads_kv, dk), v (b, sk, heads_kv, dv), fp32 or bf16."""
+    """q (b, sq, heads_q, dk), k (b, sk, heads_kv, dk), v (b, sk, heads_kv, dv), fp32 or bf16.
+
+    ``teams`` thread blocks at most, or pairs of them where ``ctas`` is 2.
+    """
 
     q: Tensor
     k: Tensor
@@ -62,12 +65,13 @@ class Case:
     bands: Sequence[Band]
     scale: float
     emulated: int = 12
-    ctas: int = 3
+    teams: int = 3
     arch: str = "sm_100a"
+    ctas: int = 1
 
     @property
     def spec(self) -> ForwardSpec:
-        return ForwardSpec(self.q.shape[-1], self.v.shape[-1], self.emulated)
+        return ForwardSpec(self.q.shape[-1], self.v.shape[-1], self.emulated, self.ctas)
 
     @property
     def tasks(self) -> list[Task]:
@@ -88,7 +92,7 @@ class Case:
         return MXFP8.view(geometry, RecordMap.whole(shard), out, "forward")
 
     def tables(self) -> tuple[Tensor, Tensor]:
-        """An item for each 256 queries, all bands its segments."""
+        """An item for each 256 queries and thread block of a team, all bands its segments."""
         b, sq = self.q.shape[:2]
         segments = [
             (
@@ -100,9 +104,9 @@ class Case:
         ]  # fmt: skip
         items = []
         for batch in range(b):
-            for first in range(0, sq, 2 * RECORD):
-                rows = min(2 * RECORD, sq - first)
-                tiles = -(-rows // RECORD)
+            for first in range(0, sq, 2 * RECORD * self.ctas):
+                rows = min(2 * RECORD * self.ctas, sq - first)
+                tiles = -(-rows // (RECORD * self.ctas))
                 items.append((batch, first // RECORD, tiles, first, first, rows, 0, len(segments)))
         return torch.tensor(items, dtype=torch.int32), torch.tensor(segments, dtype=torch.int32)
 
@@ -152,7 +156,7 @@ class Case:
             acc.data_ptr(), top.data_ptr(), total.data_ptr(),
             acc.stride(0) * 4, acc.stride(1) * 4, top.stride(0) * 4, top.stride(1) * 4,
             items.data_ptr(), segments.data_ptr(), modes.data_ptr(), modes.stride(0),
-            len(items), self.scale, min(self.ctas, len(items) * heads_q), 0,
+            len(items), self.scale, self.ctas * min(self.teams, len(items) * heads_q), 0,
             memory=memory, **options,
         )  # fmt: skip
         return kernel.results[-1]

@@ -17,7 +17,7 @@ import torch
 from ptx.machine import ADVERSARIAL, Memory, Schedule
 
 from ringfa4.kernels.sm100.launch import Arguments
-from ringfa4.kernels.sm100.specs import EMULATED, ForwardSpec
+from ringfa4.kernels.sm100.specs import ForwardSpec
 from sm100.executed import captured
 
 SCHEDULES = cycle(ADVERSARIAL)
@@ -27,9 +27,9 @@ class ExecutedLauncher:
     """``schedule`` None: the next one."""
 
     def __init__(
-        self, arch: str = "sm_100a", multiprocessors: int = 3, schedule: Schedule | None = None
+        self, arch: str = "sm_100a", multiprocessors: int = 4, schedule: Schedule | None = None
     ) -> None:
-        self.arch, self._multiprocessors, self.schedule = arch, multiprocessors, schedule
+        self._arch, self._multiprocessors, self.schedule = arch, multiprocessors, schedule
 
     def missing(self) -> str | None:
         return None
@@ -37,12 +37,12 @@ class ExecutedLauncher:
     def multiprocessors(self, device: torch.device) -> int:
         return self._multiprocessors
 
-    def emulated(self, device: torch.device) -> int:
-        return EMULATED[self.arch]
+    def arch(self, device: torch.device) -> str:
+        return self._arch
 
     def __call__(self, spec: ForwardSpec, device: torch.device, arguments: Arguments) -> None:
         schedule = next(SCHEDULES) if self.schedule is None else self.schedule
-        kernel, stream = captured(spec, self.arch), 0
+        kernel, stream = captured(spec, self._arch), 0
         kernel(*arguments, stream, memory=memory_of(arguments), schedule=schedule)
 
 

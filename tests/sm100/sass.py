@@ -62,15 +62,16 @@ def timed(spec: ForwardSpec, arch: str) -> tuple[Compiled, float]:
 
 def main() -> None:
     dims = [tuple(map(int, pair.split("x"))) for pair in sys.argv[1:]] or DIMS
-    compile_kernel(ForwardSpec(*dims[0], EMULATED["sm_100a"]), "sm_100a")  # imports the DSL
-    print("arch", "dk x dv", "emulated", "seconds", "registers", "stack", *SHOWN, sep=" | ")
-    for arch, emulated in EMULATED.items():
+    compile_kernel(ForwardSpec.of(*dims[0], "sm_100a"), "sm_100a")  # imports the DSL
+    print("arch", "ctas", "dk x dv", "emulated", "seconds", "registers", "stack", *SHOWN, sep=" | ")
+    for arch in EMULATED:
         for dk, dv in dims:
-            made, seconds = timed(ForwardSpec(dk, dv, emulated), arch)
+            spec = ForwardSpec.of(dk, dv, arch)
+            made, seconds = timed(spec, arch)
             counts = opcodes(made.cubin)
             print(
-                arch, f"{dk} x {dv}", emulated, f"{seconds:.1f}", *resources(made.cubin),
-                *(counts[name] for name in SHOWN), sep=" | ",
+                arch, spec.ctas, f"{dk} x {dv}", spec.emulated, f"{seconds:.1f}",
+                *resources(made.cubin), *(counts[name] for name in SHOWN), sep=" | ",
             )  # fmt: skip
 
 

@@ -5,8 +5,8 @@ to shared, tensor and global memory are ordered. Control flow must not depend on
 kernel walks tables: so the tables of the launch are written into the PTX, each read of a line
 becoming constants (one item, one band, all rows written; the same for every work of the launch).
 V holds no NaN: what the guard finds is a constant too (marking takes atomics, which the verifier
-does not know). What still depends on data is whether references move; of such a branch the verifier
-takes one side, here the one that moves them (its assumption "representative branches").
+does not know). Whether references move depends on data, so that is one of the launch's choices; for
+what else does, the verifier takes one side (its assumption "representative branches").
 
 Needs nvidia-cutlass-dsl and sentryward; a launch takes minutes.
 """
@@ -32,23 +32,29 @@ TYPES = {"q": "u64", "i": "u32", "f": "f32"}
 
 @dataclass(frozen=True)
 class Shape:
-    """``rows`` <= 256 queries, one K/V head; a work for each of ``heads``, on ``ctas`` blocks."""
+    """``rows`` <= 256 ``ctas`` queries, one K/V head; a work for each of ``heads``, on ``teams``
+    thread blocks, or pairs of them where ``ctas`` is 2.
+
+    ``moves``: some row's reference moves in each record, rather than none in any.
+    """
 
     dk: int = 64
     dv: int = 64
     rows: int = 256
     keys: int = 256
     heads: int = 1
+    teams: int = 1
     ctas: int = 1
     causal: bool = False
+    moves: bool = True
 
     @property
     def spec(self) -> ForwardSpec:
-        return ForwardSpec(self.dk, self.dv, EMULATED["sm_100a"])
+        return ForwardSpec(self.dk, self.dv, EMULATED["sm_100a"], self.ctas)
 
     @property
     def item(self) -> tuple[int, ...]:
-        return 0, 0, -(-self.rows // ROWS), 0, 0, self.rows, 0, 1
+        return 0, 0, -(-self.rows // (ROWS * self.ctas)), 0, 0, self.rows, 0, 1
 
     @property
     def segment(self) -> tuple[int, ...]:
@@ -70,7 +76,7 @@ class Shape:
             acc=3 << 28, max=4 << 28, sum=5 << 28, acc_b=rows * row, acc_s=row,
             row_b=heads * rows * 4, row_h=rows * 4,
             items=6 << 28, segments=7 << 28, modes=8 << 28, modes_row=rows,
-            n_items=1, scale=0.125, ctas=self.ctas,
+            n_items=1, scale=0.125, ctas=self.ctas * self.teams,
         )  # fmt: skip
 
 
@@ -86,17 +92,35 @@ def program(shape: Shape) -> str:
     ptx = baked(compiled(shape.spec).ptx, shape.item, shape.segment)
     ptx, scans = NAN_BYTES.subn(r"mov.b32 \1, 0;", ptx)
     assert scans, "the kernel looks for NaN of V in another way"
+    # It does not know barriers that reduce; what they would find is the launch's choice.
+    ptx, meetings = REDUCING.subn(rf"bar.sync \1; mov.b32 \2, {int(shape.moves)};", ptx)
+    assert meetings, "the warps of the same rows meet in another way"
+    # It orders a product behind the copy of its scales (9.7.16.6.2: behind any) where they begin at
+    # the same column; those of keys 64 to 127 begin two columns on.
+    scales = {found[1] for found in PRODUCT_SCALES.finditer(ptx)}
+    ptx = CONSTANT_ADDED.sub(
+        lambda x: f"{x[1]}{int(x[3]) // 4 * 4};" if x[2] in scales else x[0], ptx
+    )
     # It follows the address of tensor memory through an addition, not through this instruction.
     ptx = MULTIPLY_ADD.sub(
         r"{ .reg .b32 product; mul.lo.s32 product, \2, \3; add.s32 \1, \4, product; }", ptx
     )
     # It does not know this hint of a matrix product, which says nothing of order.
-    return ptx.replace(".collector::a::discard", "")
+    ptx = ptx.replace(".collector::a::discard", "")
+    if shape.ctas == 1:
+        return ptx
+    # Between thread blocks it asks for the scope that the manual asks for, also where the arrival
+    # hands over nothing but tensor memory and what a unit reads in place.
+    ptx = ptx.replace("arrive.shared::cluster", "arrive.release.cluster.shared::cluster")
+    return ptx.replace("parity.shared.b64", "parity.acquire.cluster.shared::cta.b64")
 
 
 NAN_BYTES = re.compile(
     r"\{ \.reg \.b32 t; and\.b32 t, %r\d+, 0x7f7f7f7f; [^}]*and\.b32 (%r\d+), t, 0x01010101; \}"
 )
+REDUCING = re.compile(r"bar\.red\.or\.pred q, (%r\d+, \d+), p; selp\.b32 (%r\d+), 1, 0, q;")
+PRODUCT_SCALES = re.compile(r"tcgen05\.mma\.[^;]*, \[(%r\d+)\], p;")
+CONSTANT_ADDED = re.compile(r"(add\.s32\s+(%r\d+), %r\d+, )(\d+);")
 MULTIPLY_ADD = re.compile(r"mad\.lo\.s32\s+(%r\d+), (%r\d+), (-?\d+|%r\d+), (%r\d+);")
 
 
@@ -124,9 +148,9 @@ def configuration(shape: Shape, ptx: str) -> dict[str, Any]:
         "schema": "spverify.kernel-input/v1",
         "entry": compiled(shape.spec).entry,
         "launch": {
-            "grid_dim": [shape.ctas, 1, 1],
+            "grid_dim": [shape.ctas * shape.teams, 1, 1],
             "block_dim": [ForwardSpec.THREADS, 1, 1],
-            "cluster_dim": [1, 1, 1],
+            "cluster_dim": [shape.ctas, 1, 1],
             "dynamic_shared_bytes": shape.spec.SHARED,
         },
         "arguments": [

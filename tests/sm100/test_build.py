@@ -22,7 +22,7 @@ import pytest
 from ptx.encode import tensor_map
 
 from ringfa4.kernels.sm100.launch import Arguments, TensorMap, tensor_maps
-from ringfa4.kernels.sm100.specs import EMULATED, ForwardSpec
+from ringfa4.kernels.sm100.specs import CTAS, EMULATED, ForwardSpec
 
 TESTS = Path(__file__).parents[1]
 MISSING = [name for name in ("cutlass", "tvm_ffi", "nvidia") if find_spec(name) is None]
@@ -43,7 +43,7 @@ ARGUMENTS = Arguments(
     items=0x7F00_7000_0000, segments=0x7F00_7000_1000, modes=0x7F00_7000_2000, modes_row=600,
     n_items=6, scale=0.125, ctas=24,
 )  # fmt: skip
-SPEC = ForwardSpec(*DIMS, EMULATED["sm_100a"])
+SPECS = {arch: ForwardSpec.of(*DIMS, arch) for arch in EMULATED}
 
 CALL = """
 import ctypes, json, sys
@@ -63,7 +63,8 @@ assert not stub.capture_register(kernel.encode(), integers(*sizes), integers(*of
 call(*arguments, 0)
 assert stub.capture_count() == 1
 c = stub.capture_launch(0).contents
-print(json.dumps([list(c.grid), list(c.block), c.shared, bytes(c.parameters[: c.bytes]).hex()]))
+shape = [list(c.grid), list(c.block), list(c.cluster), c.shared]
+print(json.dumps([shape, bytes(c.parameters[: c.bytes]).hex()]))
 """
 
 
@@ -93,7 +94,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from ringfa4.kernels.sm100.build import build_objects
 
     folder = tmp_path_factory.mktemp("objects")
-    built = build_objects(["sm_100a", "sm_103a"], [DIMS], folder)
+    built = build_objects(sorted(EMULATED), [DIMS], folder)
     assert [x.function for x in built] == ["forward_sm_100a_128x64", "forward_sm_103a_128x64"]
     for x in built:
         assert x.registers == 65536 // ForwardSpec.THREADS // 8 * 8 and x.stack_bytes == 0, str(x)
@@ -101,10 +102,13 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def kernel() -> str:
-    from ringfa4.kernels.cute.compile import compile_kernel
+def library(objects: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Linked with the stand-in for the CUDA runtime."""
+    from ringfa4.kernels.sm100.build import _dialect_runtime, link
 
-    return compile_kernel(SPEC, "sm_100a").entry
+    library = tmp_path_factory.mktemp("library") / "libcaptured.so"
+    link(objects, library, [TESTS / "ptx" / "capture_stub.c", _dialect_runtime()])
+    return library
 
 
 def described(m: TensorMap) -> list[int]:
@@ -123,21 +127,21 @@ def words(encoded: bytes) -> list[int]:
     return found
 
 
-def test_launches_what_it_is_asked_for_without_the_dsl(
-    objects: Path, kernel: str, tmp_path: Path
-) -> None:
-    from ringfa4.kernels.sm100.build import _dialect_runtime, link
+@pytest.mark.parametrize("arch", EMULATED)
+def test_launches_what_it_is_asked_for_without_the_dsl(arch: str, library: Path) -> None:
+    """Thread blocks one by one, or in pairs."""
+    from ringfa4.kernels.cute.compile import compile_kernel
 
-    library = tmp_path / "libcaptured.so"
-    link(objects, library, [TESTS / "ptx" / "capture_stub.c", _dialect_runtime()])
+    spec = SPECS[arch]
+    kernel = compile_kernel(spec, arch).entry
     sizes, offsets = layout(ForwardSpec.PARAMETERS)
-    done = call(str(library), "forward_sm_100a_128x64", ARGUMENTS, kernel, sizes, offsets)
+    done = call(str(library), f"forward_{arch}_128x64", ARGUMENTS, kernel, sizes, offsets)
     assert done.returncode == 0, done.stderr
-    grid, block, shared, parameters = json.loads(done.stdout)
-    assert (grid, block, shared) == ([24, 1, 1], [SPEC.THREADS, 1, 1], SPEC.SHARED)
+    shape, parameters = json.loads(done.stdout)
+    assert shape == [[24, 1, 1], [spec.THREADS, 1, 1], [CTAS[arch], 1, 1], spec.SHARED]
     *maps, scalars = split(bytes.fromhex(parameters))
     assert scalars == [getattr(ARGUMENTS, name) for name in ForwardSpec.DEVICE]
-    assert [words(m) for m in maps] == [described(m) for m in tensor_maps(SPEC, ARGUMENTS)]
+    assert [words(m) for m in maps] == [described(m) for m in tensor_maps(spec, ARGUMENTS)]
 
 
 def split(parameters: bytes) -> Sequence[object]:
@@ -190,7 +194,7 @@ def test_the_machine_code_multiplies_with_block_scales_and_spills_nothing(arch: 
     if nvdisasm() is None:
         pytest.skip("not installed: nvdisasm (pip install nvidia-cuda-nvdisasm)")
     for dk, dv in ALL:
-        made, _ = timed(ForwardSpec(dk, dv, EMULATED[arch]), arch)
+        made, _ = timed(ForwardSpec.of(dk, dv, arch), arch)
         found = opcodes(made.cubin)
         assert found["UTCQMMA"] >= 2 * (dk // 32 + 128 // 32), (dk, dv, found)
         assert found["UTCCP"] and found["LDTM"] and found["STTM"] and found["UTMALDG"]

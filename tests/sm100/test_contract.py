@@ -67,7 +67,9 @@ class TestOneBy32(ExecutedContract):
 
 @pytest.mark.slow
 class TestSm103(ExecutedContract):
-    """No polynomials: held as tightly as the reading of the tables in NumPy is."""
+    """Pairs of thread blocks. No polynomials: held as tightly as the reading of the tables in NumPy
+    is.
+    """
 
     arch_name = "sm_103a"
     close_db, lse = ForwardContract.close_db, ForwardContract.lse

@@ -28,8 +28,10 @@ from sm100.forward_contract import ForwardContract
 
 
 class EmulatedContract(ForwardContract):
+    arch_name = "sm_100a"
+
     def kernel_forward(self) -> BlockKernel:
-        return Sm100Kernel(EmulatedLauncher())
+        return Sm100Kernel(EmulatedLauncher(arch=self.arch_name))
 
 
 class TestTiles(EmulatedContract):
@@ -37,7 +39,9 @@ class TestTiles(EmulatedContract):
 
 
 class TestOneBy32(EmulatedContract):
-    wire = "mxfp8-1x32"
+    """On pairs of thread blocks, too."""
+
+    arch_name, wire = "sm_103a", "mxfp8-1x32"
 
 
 # ---- the choice ---------------------------------------------------------------------------------
@@ -145,7 +149,7 @@ def test_one_launch_for_all_tasks_and_none_for_none() -> None:
     kernel.forward(queries, encoded, case.tasks, case.scale, state)
     kernel.forward(queries, encoded, (), case.scale, state)
     ((spec, arguments),) = launcher.launches
-    assert spec == ForwardSpec(64, 64, 8)
+    assert spec == ForwardSpec.of(64, 64, "sm_100a")
     # Two chunks of queries, shorter than 256 tokens, in two batch rows; four heads.
     assert (arguments.n_items, arguments.ctas) == (4, 5)
     assert (
@@ -195,6 +199,18 @@ class FakeDriver:
         self.launches.append((tuple(shape), *read))
         return 0
 
+    def cuLaunchKernelEx(
+        self, config: object, kernel: object, given: object, extra: ctypes.Array[ctypes.c_void_p]
+    ) -> int:
+        """CUlaunchConfig, its attributes (id, padding, a value of 64 bytes), packed arguments."""
+        assert given is None
+        *shape, stream, attributes, count = struct.unpack("7I4xQQI", bytes(config._obj)[:52])
+        attribute = struct.unpack("2I16I", ctypes.string_at(attributes, count * 72))
+        size = ctypes.c_size_t.from_address(extra[3]).value
+        read = ctypes.string_at(extra[1], size)
+        self.launches.append((tuple(shape), stream, count, attribute, read))
+        return 0
+
 
 def test_tensor_maps_are_given_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A packed buffer would have to know the gap that the compiler leaves before the first map."""
@@ -207,3 +223,30 @@ def test_tensor_maps_are_given_one_by_one(monkeypatch: pytest.MonkeyPatch) -> No
     launched = ((3, 1, 1, 768, 1, 1, 100_000), tensor_map, struct.pack("q", 1 << 40))
     assert fake.launches == [(*launched, struct.pack("f", 0.5))] * 2
     assert fake.shared == [(8, 100_000)], "asked for once a device"
+
+
+def test_pairs_of_thread_blocks_are_launched_as_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler does not write the cluster into the kernel; the launch has to say it."""
+    fake = FakeDriver()
+    monkeypatch.setattr(driver, "_cuda", lambda: fake)
+    kernel = driver.Kernel(b"", "entry", "qi", 768, shared=100_000, cluster=2)
+    kernel.launch((6, 1, 1), 0, 77, [1 << 40, 5])
+    ((shape, stream, count, attribute, arguments),) = fake.launches
+    assert (shape, stream) == ((6, 1, 1, 768, 1, 1, 100_000), 77)
+    cluster_dimension = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    assert (count, attribute[0], attribute[2:5]) == (1, cluster_dimension, (2, 1, 1))
+    assert arguments == struct.pack("qi", 1 << 40, 5)
+
+
+def test_a_launch_is_a_whole_number_of_pairs() -> None:
+    """Of 7 multiprocessors 6 are used; with fewer works than pairs, two thread blocks a work."""
+    contract = ForwardContract()
+    case = contract.case(masks.causal(150))
+    for multiprocessors, ctas in ((7, 6), (99, 32)):
+        launcher, state = EmulatedLauncher(multiprocessors, "sm_103a"), case.state()
+        kernel = Sm100Kernel(launcher)
+        queries = kernel.prepare(case.q, case.q_shard)
+        kernel.forward(queries, case.encoded(), case.tasks, case.scale, state)
+        ((spec, arguments),) = launcher.launches
+        # Two chunks of queries in two batch rows, an item each; four heads.
+        assert (spec.ctas, arguments.n_items, arguments.ctas) == (2, 4, ctas)

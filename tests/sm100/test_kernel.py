@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 from ptx import build
-from ptx.machine import ADVERSARIAL
+from ptx.machine import ADVERSARIAL, ExecutionError
 from torch import Tensor
 
-from ringfa4.kernels.sm100.specs import LEAVE, MERGE, WRITE, ForwardSpec
+from ringfa4.kernels.sm100.specs import LEAVE, MERGE, WRITE, Barriers, ForwardSpec
 from ringfa4.mask import Band
 from ringfa4.state import State, merge_weights
 from ringfa4.testing.compare import sqnr_db
@@ -68,7 +68,7 @@ def check(case: Case, db: float, **options: Any) -> None:
 
 def test_same_bits_under_every_schedule():
     """Eight records through rings of three slots; items of two tiles, and one of one."""
-    case = gaussian(600, 900, heads_q=2, bands=[Band(0, 600, 0, 900, None, 300)], ctas=2)
+    case = gaussian(600, 900, heads_q=2, bands=[Band(0, 600, 0, 900, None, 300)], teams=2)
     found = []
     for schedule in ADVERSARIAL:
         state = filled(case)
@@ -204,10 +204,10 @@ def test_first_records_that_were_not_fetched():
     assert all(torch.equal(a, b) for a, b in zip(bits(whole), bits(part), strict=True))
 
 
-@pytest.mark.parametrize("ctas", [1, 2, 5])
-def test_any_number_of_thread_blocks(ctas):
+@pytest.mark.parametrize("teams", [1, 2, 5])
+def test_any_number_of_thread_blocks(teams):
     """Works of one and two tiles follow one another on a block, in an order that mixes them."""
-    case = gaussian(700, 300, heads_q=2, bands=[Band(0, 700, 0, 300, None, 0)], ctas=ctas)
+    case = gaussian(700, 300, heads_q=2, bands=[Band(0, 700, 0, 300, None, 0)], teams=teams)
     _, segments = case.tables()
     lines = [(0, 5, 1, 640, 640, 60), (0, 0, 2, 0, 0, 256), (0, 4, 1, 512, 512, 128)]
     lines += [(0, 2, 2, 256, 256, 256)]
@@ -247,12 +247,52 @@ def test_nan_reaches_what_depends_on_it_only(poisoned, band, token):
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
 def test_both_products_are_block_scaled(arch):
     ptx = executed.compiled(ForwardSpec(128, 128, 12), arch).__ptx__
-    # Two tiles of four steps; those of P again, behind the last item.
+    # Four steps each: P of two tiles, and again behind the last item; of S of two tiles the late
+    # half, and the early one of an item's first record and of others.
     assert len(re.findall(r"block_scale\.block32 +\[%r\d+\], \[", ptx)) == 16  # P, tensor memory
-    assert len(re.findall(r"block_scale\.block32 +\[%r\d+\], %rd", ptx)) == 8  # Q, shared memory
+    assert len(re.findall(r"block_scale\.block32 +\[%r\d+\], %rd", ptx)) == 24  # Q, shared memory
     assert ptx.count("tcgen05.mma.") == ptx.count("kind::mxf8f6f4.block_scale.block32")
     assert ("tcgen05.ld.red" in ptx) == (arch == "sm_103a")
     assert ".local" not in ptx
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_fences_surround_the_meetings_of_the_warps(arch):
+    """What the late half has read of S, and that O is done, reaches the early half through a named
+    barrier; neither the executor nor the static verifier asks for the fences that tell tensor
+    memory.
+    """
+    ptx = executed.compiled(ForwardSpec(128, 128, 12), arch).__ptx__
+    meetings = [found.start() for found in re.finditer(r"\bbar\.red\.or", ptx)]
+    assert len(meetings) == 4  # of either half, of records with and without masks
+    for n in meetings:
+        before, after = ptx.rindex("tcgen05.", 0, n), ptx.index("tcgen05.", n)
+        assert ptx[before:].startswith("tcgen05.fence::before_thread_sync")
+        assert ptx[after:].startswith("tcgen05.fence::after_thread_sync")
+
+
+@pytest.mark.parametrize("tile", [0, 1])
+@pytest.mark.parametrize("half", [0, 1])
+def test_no_product_overwrites_what_was_not_read(tile, half):
+    """Without the waits for a half of a tile to be loaded, its S or the scales over it are lost."""
+    case = gaussian(256, 640, dk=64, dv=64, ctas=1)
+    right = filled(case)
+    case.execute(right, strict=True)
+    kernel = executed.captured(case.spec, case.arch)
+    original, spec = kernel.ptx, case.spec
+    barrier = Barriers.of(spec.slots).s_loaded + 2 * tile + half
+    register = re.compile(rf"add\.s32 \t(%r\d+), %r\d+, {spec.shared.barriers + 8 * barrier};")
+    waited = "|".join({found[1] for found in register.finditer(original)})
+    waits = rf"mbarrier\.try_wait\S+ p, \[({waited})\], [^;]*;"
+    mutant, dropped = re.subn(waits, "mov.pred p, 1;", original)
+    assert dropped >= 2
+    try:
+        kernel.use(mutant)
+        with pytest.raises(ExecutionError, match=r"race|complete"):
+            for schedule in ADVERSARIAL:
+                case.execute(filled(case), schedule=schedule)
+    finally:
+        kernel.use(original)
 
 
 @pytest.mark.slow
@@ -262,7 +302,7 @@ def test_planted_faults_are_caught():
     """
     from ptx.mutate import survivors
 
-    case = gaussian(300, 900, dk=64, dv=64, bands=[Band(0, 300, 0, 900, None, 200)], ctas=1)
+    case = gaussian(300, 900, dk=64, dv=64, bands=[Band(0, 300, 0, 900, None, 200)], teams=1)
     want = filled(case)
     result = case.execute(want)
     kernel = executed.captured(case.spec, case.arch)
@@ -278,7 +318,8 @@ def test_planted_faults_are_caught():
         counts, _ = survivors(original, result.by_line, still_right, limit=6)
     finally:
         kernel.use(original)
-    for kind in ("drop commit", "drop arrive", "drop copy", "drop mma", "drop scale copy"):
+    always = ("drop commit", "drop arrive", "drop copy", "drop mma", "drop scale copy")
+    for kind in (*always, "drop reducing barrier"):
         caught, planted = counts[kind]
         assert planted and caught == planted, (kind, counts)
     caught, planted = (sum(n[i] for n in counts.values()) for i in (0, 1))

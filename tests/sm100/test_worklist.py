@@ -60,9 +60,9 @@ def keys_at(plan: Plan, step: Step) -> dict[tuple[int, int], int]:
 
 
 @settings(max_examples=150)
-@given(plans(), st.integers(1, 3), st.data())
+@given(plans(), st.integers(1, 3), st.integers(1, 2), st.data())
 def test_every_allowed_pair_is_in_one_segment_of_one_item(
-    plan: Plan, copies: int, data: st.DataObject
+    plan: Plan, copies: int, ctas: int, data: st.DataObject
 ) -> None:
     with small_records():
         rank = data.draw(st.integers(0, plan.world - 1))
@@ -70,7 +70,7 @@ def test_every_allowed_pair_is_in_one_segment_of_one_item(
         batch = copies if plan.mask.batch == 1 else plan.mask.batch
         queries = plan.q_sharding.shards[rank]
         keys = RecordMap(plan.k_sharding.shards[step.owner], step.ranges)
-        work = work_list(step.tasks, queries, keys, batch)
+        work = work_list(step.tasks, queries, keys, batch, ctas)
         rows, tokens = list(queries.positions()), keys_at(plan, step)
         found = Counter(
             (b, rows[row], tokens[record, token]) for b, row, record, token, _ in walked(work)
@@ -86,10 +86,10 @@ def test_every_allowed_pair_is_in_one_segment_of_one_item(
         seeing = {(b, row) for b, row, *_ in walked(work)}
         marked = work.claim(Written(batch), len(rows))
         assert {tuple(at) for at in marked.nonzero().tolist()} == seeing
-        check_items(work, queries, batch)
+        check_items(work, queries, batch, ctas)
 
 
-def check_items(work: WorkList, queries: Shard, batch: int) -> None:
+def check_items(work: WorkList, queries: Shard, batch: int, ctas: int) -> None:
     """Records are in the queries, in one item at most, and each has a row that sees a key."""
     owner: set[tuple[int, int]] = set()
     seeing = {(b, row) for b, row, *_ in walked(work)}
@@ -98,13 +98,14 @@ def check_items(work: WorkList, queries: Shard, batch: int) -> None:
         chunk = next(c for c in range(len(queries.chunks)) if queries.record_base[c + 1] > q_record)
         assert first == (q_record - queries.record_base[chunk]) * SMALL
         assert row == queries.offsets[chunk] + first
-        assert q_record + tiles <= queries.record_base[chunk + 1], "an item stays in its chunk"
-        assert rows == min(SMALL * tiles, queries.chunks[chunk].count - first)
-        assert tiles in (1, 2) and 0 <= b < batch and seg0 < seg1
-        for tile in range(tiles):
-            assert (b, q_record + tile) not in owner
-            owner.add((b, q_record + tile))
-            own = range(row + SMALL * tile, row + min(rows, SMALL * (tile + 1)))
+        records = -(-rows // SMALL)
+        assert q_record + records <= queries.record_base[chunk + 1], "an item stays in its chunk"
+        assert rows == min(SMALL * records, queries.chunks[chunk].count - first)
+        assert tiles == -(-records // ctas) in (1, 2) and 0 <= b < batch and seg0 < seg1
+        for n in range(records):
+            assert (b, q_record + n) not in owner
+            owner.add((b, q_record + n))
+            own = range(row + SMALL * n, row + min(rows, SMALL * (n + 1)))
             assert any((b, r) in seeing for r in own)
         visited = [visits(work, n, first, rows) for n in range(seg0, seg1)]
         assert min(visited) > 0, "a segment that the item's rows do not touch"
@@ -188,6 +189,10 @@ def test_the_line_of_an_item_and_of_a_segment() -> None:
     # Record 2 of chunk 1 is packed record 1.
     assert work.segments.tolist() == [[-1, 140, 400, 260, 500, -UNBOUNDED, 120, 0]]
     assert work.seen == ((), ((340, 600),))
+    # A pair's thread blocks have two records and one: records 1 and 3, and 2.
+    pairs = work_list([task], queries, where, 2, ctas=2)
+    assert pairs.items.tolist() == [[1, 3, 2, 328, 128, 272, 0, 1]]
+    assert pairs.segments.tolist() == work.segments.tolist() and pairs.seen == work.seen
 
 
 def test_items_walk_no_segment_of_other_rows() -> None:
@@ -211,6 +216,7 @@ def test_a_step_is_built_once() -> None:
     first = work_list(step.tasks, queries, keys, 1)
     assert work_list(step.tasks, queries, keys, 1) is first
     assert work_list(step.tasks, queries, keys, 2) is not first
+    assert work_list(step.tasks, queries, keys, 1, ctas=2) is not first
     assert work_list(list(step.tasks), queries, keys, 1) is not first
 
 
@@ -223,7 +229,7 @@ def test_lengths_beyond_32_bits_are_not_taken() -> None:
         shardings.Sharding("one", count, (shard,)),
     )
     with pytest.raises(AssertionError, match="q1=1073741825"):
-        worklist._build(plan.step(0, 0).tasks, shard, RecordMap.whole(shard), 1)
+        worklist._build(plan.step(0, 0).tasks, shard, RecordMap.whole(shard), 1, 1)
 
 
 MILLION = 1 << 20

@@ -261,7 +261,25 @@ class Scheduler {
     if (cta.live_warps == 1)
       for (Warp& other : cta.warps) m_.cluster->engine->drain(other.tensor);
     --cta.live_warps;
+    cta.left.join(w.knows);
+    if (cta.live_warps == 0) check_visitors(cta);
     run_.cluster_settle();
+  }
+
+  // Shared memory is there for other CTAs as long as its own has not exited, so one of its warps
+  // must have heard, before it exits, of all that others have done in it.
+  void check_visitors(const Cta& cta) {
+    const Agents& agents = *m_.cluster->agents;
+    for (const auto& [agent, epoch] : cta.visitors) {
+      if (cta.left.all.get(agent) >= epoch) continue;
+      const std::string text = "CTA " + std::to_string(cta.rank) +
+                               " exits without waiting for what " + agents.name(agent) +
+                               " did in its shared memory: another time it may come too late";
+      if (agents.is_tensor(agent))
+        m_.remark(text);  // a commit: see README, "Remarks"
+      else
+        throw Fault("protocol", text);
+    }
   }
 
   [[noreturn]] void report_deadlock() {

@@ -494,6 +494,18 @@ class Interpreter {
       throw Fault("protocol", "barrier " + std::to_string(id) + ": one warp expects " +
                                   std::to_string(b.expected) + " threads, another " +
                                   std::to_string(threads));
+    const int reduction = i.sub >= 2 ? i.sub : 0;
+    if (b.arrived && b.reduction != reduction)
+      throw Fault("protocol", "barrier " + std::to_string(id) +
+                                  ": warps disagree on what it reduces, or whether it does");
+    b.reduction = reduction;
+    if (reduction) {
+      u32 p = w.predicates[static_cast<size_t>(i.a[3])];
+      if (i.flags & F_NEGATE_SOURCE) p = ~p;
+      b.any |= (p & mask) != 0;
+      b.all &= (~p & mask) == 0;
+      b.targets.emplace_back(&w, static_cast<size_t>(i.a[2]));
+    }
     b.expected = threads;
     b.arrived += kWarpSize;
     b.arriving.join(publish(w));
@@ -509,6 +521,13 @@ class Interpreter {
   }
 
   void complete_barrier(NamedBarrier& b) {
+    for (const auto& [warp, slot] : b.targets) {
+      u32& d = warp->predicates[slot];
+      d = (b.reduction == 2 ? b.any : b.all) ? d | warp->live : d & ~warp->live;
+    }
+    b.targets.clear();
+    b.any = false;
+    b.all = true;
     b.released.join(b.arriving);
     b.arriving.clear();
     b.arrived = 0;
@@ -521,7 +540,11 @@ class Interpreter {
   void cluster_arrive(Warp& w, const Insn& i) {
     NamedBarrier& b = m_.cluster->barrier;
     ++b.arrived;
-    if (!(i.flags & F_RELAXED)) b.arriving.join(publish(w));
+    const Knowledge& knows = publish(w);
+    if (i.flags & F_RELAXED)  // with fence.mbarrier_init, which is not looked for
+      b.arriving.relaxed.join(knows.all);
+    else
+      b.arriving.join(knows);
     cluster_settle();
   }
   Flow cluster_wait(Warp& w, size_t split) {
@@ -555,11 +578,18 @@ class Interpreter {
  private:
   void arrive(Warp& w, const Insn& i, u32 mask) {
     const bool cluster = i.a[4] != 0;
+    std::array<Cta*, kWarpSize> targets{};
+    each(mask, [&](int l) {
+      const u32 a = shared_address(w, i.a[1], i.a[2], l);
+      Cta& cta = shared_target(m_, w, a, cluster, "mbarrier.arrive");
+      mbarrier_for(w, cta, a & kOffsetMask, "mbarrier.arrive");
+      targets[static_cast<size_t>(l)] = &cta;
+    });
     // An arrival of several lanes is several arrivals, all with what the warp knows.
     const Knowledge knows = publish(w);
     each(mask, [&](int l) {
       const u32 a = shared_address(w, i.a[1], i.a[2], l);
-      Cta& cta = shared_target(m_, w, a, cluster, "mbarrier.arrive");
+      Cta& cta = *targets[static_cast<size_t>(l)];
       const u32 offset = a & kOffsetMask, operand = w.r32(i.a[3])[l];
       if (i.sub == 0) {
         mbarrier_arrive(m_, cta, offset, operand, knows, "mbarrier.arrive");
@@ -578,7 +608,7 @@ class Interpreter {
     each(mask, [&](int l) {
       const u32 a = shared_address(w, i.a[1], i.a[2], l), p = w.r32(i.a[3])[l];
       Cta& cta = shared_target(m_, w, a, false, "mbarrier.try_wait");
-      MBarrier& b = mbarrier_at(cta, a & kOffsetMask, "mbarrier.try_wait");
+      MBarrier& b = mbarrier_for(w, cta, a & kOffsetMask, "mbarrier.try_wait");
       if ((b.phase & 1) != (p & 1)) {
         done |= 1u << l;
         b.seen = b.phase;

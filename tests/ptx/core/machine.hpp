@@ -159,16 +159,24 @@ struct MBarrier {
   Knowledge arriving, done;  // of the phase under way; of all completed ones
   int agent = -1;            // for copies that signal it
   u32 epoch = 0;
+  int maker = -1;  // who initialised it, and in which epoch
+  u32 made = 0;
 };
+
+struct Warp;
+struct Cta;
+struct Cluster;
 
 struct NamedBarrier {  // PTX ISA 9.7.13.1 "bar, barrier"
   u32 arrived = 0, expected = 0;
   u64 generation = 0;
   Knowledge arriving, released;
+  // Of the phase under way: whether its warps reduce (sub of BARRIER, else 0), predicates so far,
+  // and the warps that get the result, with the slot of their predicate.
+  int reduction = 0;
+  bool any = false, all = true;
+  std::vector<std::pair<Warp*, size_t>> targets;
 };
-
-struct Cta;
-struct Cluster;
 
 struct Wait {
   enum Kind { None, OnMBarrier, OnBarrier, OnCluster, OnAllocation, OnLanes } kind = None;
@@ -234,6 +242,9 @@ struct Cta {
   int tensor_group = 0;  // the cta_group that tcgen05 of this kernel uses
   bool relinquished = false;
   u32 live_warps = 0;
+  // Agents of other CTAs that used its shared memory, and the last epochs of theirs that did.
+  std::map<int, u32> visitors;
+  Knowledge left;  // of its warps that have exited
 };
 
 struct Cluster {
@@ -302,7 +313,9 @@ inline Cta& shared_target(Machine& m, Warp& w, u32 address, bool cluster, const 
   if (!cluster && rank != static_cast<u32>(w.cta->rank))
     throw Fault("bounds", std::string(what) + " uses the address of CTA " + std::to_string(rank) +
                               " in the shared::cta space of CTA " + std::to_string(w.cta->rank));
-  return cta_at(m, rank, what);
+  Cta& cta = cta_at(m, rank, what);
+  if (&cta != w.cta) cta.visitors[agent_of(w, kGeneric)] = w.epoch;
+  return cta;
 }
 
 }  // namespace ptx

@@ -15,6 +15,17 @@ inline MBarrier& mbarrier_at(Cta& cta, u32 offset, const char* what) {
   return found->second;
 }
 
+// The same for a warp, which must know that it was initialised.
+inline MBarrier& mbarrier_for(const Warp& w, Cta& cta, u32 offset, const char* what) {
+  MBarrier& b = mbarrier_at(cta, offset, what);
+  if (b.maker != agent_of(w, kGeneric) && w.knows.all.get(b.maker) < b.made &&
+      w.knows.relaxed.get(b.maker) < b.made)
+    throw Fault("race", std::string(what) + " at " + cta.shared->place(offset) +
+                            ", an mbarrier that the " + cta.cluster->agents->name(b.maker) +
+                            " initialised without a synchronisation in between");
+  return b;
+}
+
 inline void mbarrier_init(Warp& w, Cta& cta, u32 offset, u32 count) {
   if (offset % 8)
     throw Fault("alignment",
@@ -27,6 +38,8 @@ inline void mbarrier_init(Warp& w, Cta& cta, u32 offset, u32 count) {
   b = MBarrier{};
   b.expected = count;
   b.pending = count;
+  b.maker = agent_of(w, kGeneric);
+  b.made = w.epoch;
   b.agent = agent >= 0 ? agent
                        : w.cta->cluster->agents->add("copies that signal the mbarrier at " +
                                                      cta.shared->place(offset));

@@ -52,16 +52,19 @@ class Clock {
   std::vector<u32> epochs_;
 };
 
-// What a thread knows: of everything, and of generic writes that the async proxy sees.
+// What a thread knows: of everything, of generic writes that the async proxy sees, and what relaxed
+// arrivals have told it, which is good for the initialisation of mbarriers only.
 struct Knowledge {
-  Clock all, fenced;
+  Clock all, fenced, relaxed;
   void join(const Knowledge& other) {
     all.join(other.all);
     fenced.join(other.fenced);
+    relaxed.join(other.relaxed);
   }
   void clear() {
     all.clear();
     fenced.clear();
+    relaxed.clear();
   }
 };
 
@@ -75,6 +78,9 @@ class Agents {
       : warps_(warps), warps_per_cta_(warps_per_cta), next_(warps * kWarpAgents + ctas) {}
   int warp(int w, WarpAgent role) const { return w * kWarpAgents + role; }
   int tensor(int cta) const { return warps_ * kWarpAgents + cta; }
+  bool is_tensor(int agent) const {
+    return agent >= warps_ * kWarpAgents && agent < next_ - static_cast<int>(names_.size());
+  }
   int add(std::string name) {
     names_.push_back(std::move(name));
     return next_++;

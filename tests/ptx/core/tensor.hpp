@@ -148,6 +148,7 @@ struct TensorOp : AsyncOp {
 struct TensorCommit : TensorOp {
   u32 offset, targets;  // bit r: CTA r of the cluster
   bool step() override {
+    ++w->cta->tensor_epoch;
     // Completion of the warp's earlier operations, and through them whatever they waited for.
     knows.all.raise(m->cluster->agents->tensor(w->cta->rank), w->cta->tensor_epoch);
     for (u32 t = targets; t; t &= t - 1) {
@@ -156,7 +157,10 @@ struct TensorCommit : TensorOp {
         m->remark("tcgen05.commit arrives at CTA " + std::to_string(rank) + " after it has exited");
         continue;
       }
-      mbarrier_arrive(*m, cta_at(*m, rank, "tcgen05.commit"), offset, 1, knows, "tcgen05.commit");
+      Cta& target = cta_at(*m, rank, "tcgen05.commit");
+      if (&target != w->cta)
+        target.visitors[m->cluster->agents->tensor(w->cta->rank)] = w->cta->tensor_epoch;
+      mbarrier_arrive(*m, target, offset, 1, knows, "tcgen05.commit");
     }
     return true;
   }
