@@ -275,12 +275,12 @@ def test_fences_surround_the_meetings_of_the_warps(arch):
 @pytest.mark.parametrize("half", [0, 1])
 def test_no_product_overwrites_what_was_not_read(tile, half):
     """Without the waits for a half of a tile to be loaded, its S or the scales over it are lost."""
-    case = gaussian(256, 640, dk=64, dv=64, ctas=1)
+    case = gaussian(256, 640, dk=64, dv=64, teams=1)
     right = filled(case)
     case.execute(right, strict=True)
     kernel = executed.captured(case.spec, case.arch)
     original, spec = kernel.ptx, case.spec
-    barrier = Barriers.of(spec.slots).s_loaded + 2 * tile + half
+    barrier = Barriers.of(spec).s_loaded + 2 * tile + half
     register = re.compile(rf"add\.s32 \t(%r\d+), %r\d+, {spec.shared.barriers + 8 * barrier};")
     waited = "|".join({found[1] for found in register.finditer(original)})
     waits = rf"mbarrier\.try_wait\S+ p, \[({waited})\], [^;]*;"
