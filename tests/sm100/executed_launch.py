@@ -3,7 +3,8 @@
 Stands where the GPU stands (ringfa4.kernels.sm100.launch.Launcher). The kernel may touch what the
 arguments name and nothing else: regions are made from addresses, strides and counts, and only the
 state's are writable. Launch after launch takes the next of the executor's adversarial schedules,
-so equal calls are compared across schedules wherever a test calls twice.
+so equal calls are compared across schedules wherever a test calls twice. What only happens to work,
+which the executor otherwise remarks on, is an error.
 Needs nvidia-cutlass-dsl and apache-tvm-ffi.
 """
 
@@ -43,7 +44,7 @@ class ExecutedLauncher:
     def __call__(self, spec: ForwardSpec, device: torch.device, arguments: Arguments) -> None:
         schedule = next(SCHEDULES) if self.schedule is None else self.schedule
         kernel, stream = captured(spec, self._arch), 0
-        kernel(*arguments, stream, memory=memory_of(arguments), schedule=schedule)
+        kernel(*arguments, stream, memory=memory_of(arguments), schedule=schedule, strict=True)
 
 
 def memory_of(a: Arguments) -> Memory:
