@@ -21,8 +21,9 @@ TYPED := build/mypy
 run: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES) launch/ring.py $(ARGS)
 
+# In the order of the files: by number of tests, as xdist would, the few that take longest come last and alone.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
