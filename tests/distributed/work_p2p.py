@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,10 +49,15 @@ def run_reopened(body: str, times: int, kwargs: dict[str, Any]) -> list[tuple[in
         run_body(body, contract.LONG_S, kwargs)
         dist.barrier()
         seen.append(held())
-    deadline = time.monotonic() + 20.0
-    while any(map(operator.gt, held(), seen[2])) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    _wait_while(lambda: any(map(operator.gt, held(), seen[2])))
     return [*seen, held()]
+
+
+def _wait_while(busy: Callable[[], object]) -> None:
+    """20 s at most: what is asked next tells."""
+    deadline = time.monotonic() + 20.0
+    while busy() and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def first_operation_of_a_sub_group() -> list[int]:
@@ -139,9 +145,7 @@ def left_thread_after(body: str, timeout_s: float, kwargs: dict[str, Any]) -> li
 
     with contextlib.suppress(Exception):
         run_body(body, timeout_s, kwargs)
-    deadline = time.monotonic() + 20.0
-    while left() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    _wait_while(left)
     return left()
 
 
@@ -240,6 +244,16 @@ class _SilentStore:
         return bool(self.add("", 0))
 
 
+def _told_in_a_gather(control: Control) -> str:
+    """What ended it, reported to the others as well."""
+    try:
+        control.gather(b"")
+    except PeerError as error:
+        control.report(str(error))
+        return str(error)
+    return "it ended well"
+
+
 def with_a_silent_store() -> str:
     """Rank 0 does not come, and nobody's store answers; what rank 1 is told."""
     control = open_control(dist.group.WORLD, contract.LONG_S)
@@ -247,13 +261,7 @@ def with_a_silent_store() -> str:
     dist.barrier()
     control._store = store = _SilentStore()
     control.timeout_s = 1.0
-    told = "did not come"
-    if dist.get_rank() > 0:
-        try:
-            control.gather(b"")
-        except PeerError as error:
-            told = str(error)
-            control.report(told)
+    told = "did not come" if dist.get_rank() == 0 else _told_in_a_gather(control)
     dist.barrier()
     control.close()
     store.let_go.set()
@@ -267,13 +275,7 @@ def beside_a_silent_rank() -> str:
     rank = dist.get_rank()
     if rank == 0:
         control.timeout_s = 0.3
-    told = ""
-    if rank != 1:
-        try:
-            control.gather(b"")
-        except PeerError as error:
-            told = str(error)
-            control.report(told)
+    told = "" if rank == 1 else _told_in_a_gather(control)
     dist.barrier()
     control.close()
     return told
