@@ -86,9 +86,16 @@ def steps(gpus: int, folder: Path, python: str = sys.executable) -> list[Step]:
     return _on_one(folder, python) if gpus == 1 else _on_several(gpus, folder, python)
 
 
+def _pytest(python: str) -> list[str]:
+    """Without what a machine may have installed beside: pytest-benchmark warns of workers, and
+    warnings are errors here.
+    """
+    return [python, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:benchmark"]
+
+
 def _on_one(folder: Path, python: str) -> list[Step]:
     launch, tests = ROOT / "launch", ROOT / "tests"
-    suite = [python, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", "--timeout", "120"]
+    suite = [*_pytest(python), "-m", "not slow", "--timeout", "120"]
     workers = ["-n", str(min(15, len(os.sched_getaffinity(0)))), "--dist", "worksteal"]
     files = [str(tests / "gpu"), str(tests / "test_scaling.py")]
     shared = [str(tests / "gpu" / "test_transports_cuda.py"), "-k", "nvshmem and not between_gpus"]
@@ -120,7 +127,7 @@ def _on_several(gpus: int, folder: Path, python: str) -> list[Step]:
     ranks = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
     tests = [str(ROOT / "tests" / "gpu" / f"test_{n}.py") for n in ("two_gpus", "transports_cuda")]
     only = "gpus or symm_mem_notices"  # the second file's other tests need one GPU
-    suite = [python, "-m", "pytest", "-q", "-n", "4", "-p", "no:cacheprovider", "-k", only, *tests]
+    suite = [*_pytest(python), "-q", "-n", "4", "-k", only, *tests]
     order = ("symm_mem", "nvshmem", "torch_p2p")
     assert set(order) == set(TRANSPORTS)
     rates = [[*ranks, str(launch / "transport_bench.py"), "--transport", name] for name in order]
