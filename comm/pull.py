@@ -23,8 +23,8 @@ close. A view is reused by the second following fetch, which waits for what the 
 queued by then. What differs between backends is behind the classes of :mod:`ringfa4.comm.lanes`.
 
 All waits of a rank are for something its peers enqueue strictly earlier in the order of the
-protocol, so lanes may share a hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1`` included) without
-deadlock, one process a rank.
+protocol, so lanes may share a hardware queue without deadlock, one process a rank. What ends waits
+for a peer that is gone needs a queue that none of them keeps (:mod:`ringfa4.comm.signals`).
 
 Left out: peers that cannot be addressed (other hosts without NVLink between them); torch_p2p is for
 them.

@@ -2,6 +2,7 @@
 
     one GPU            only under MPS, and not for every library
     one host           peer access between the two GPUs
+    every process      a hardware queue that waits for peers cannot take (comm/streams.py)
     different hosts    one NVLink domain: equal fabric cluster and clique (multi-node NVLink)
 
 Each rank says who it is and what is wrong as it sees it; all ranks raise the same ValueError, or
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from ringfa4.comm.interface import Control
+from ringfa4.comm.streams import WAITING_LANES, queue_left
 from ringfa4.errors import MissingLibraryError
 
 _FABRIC_COMPLETED = 3
@@ -104,6 +106,16 @@ def objection(seats: list[Seat], rank: int, *, several_on_one_gpu: bool) -> str 
     return None
 
 
+def no_queue() -> str:
+    """What is wrong when waits can take all hardware queues of this process."""
+    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
+    return (
+        f"waits for a lost peer could not be ended: {WAITING_LANES} streams that wait leave no "
+        f"hardware queue of the GPU to this process; set CUDA_DEVICE_MAX_CONNECTIONS to 8 or more "
+        f"before CUDA starts (now: {given}; MPS gives 2 unless it is set)"
+    )
+
+
 def require_reachable(
     control: Control,
     device: torch.device,
@@ -120,6 +132,8 @@ def require_reachable(
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         obstacle = f"it moves CUDA tensors, and this rank computes on {device}"
+    if missing is None and obstacle is None and control.world > 1 and not queue_left(device):
+        obstacle = no_queue()
     seat = seat_of(device) if missing is None and obstacle is None else None
     said = _everybody(
         control,

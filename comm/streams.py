@@ -1,12 +1,17 @@
 """CUDA streams as lanes: copies, events, and waits for a word of memory that use no multiprocessor.
 
-    copy    cuMemcpyAsync: between two GPUs the copy engine moves it, beside whatever computes
+    copy    cudaMemcpyAsync: between two GPUs the copy engine moves it, beside whatever computes
     wait    cuStreamWaitValue64 (GEQ), write: cuStreamWriteValue64 (after a system-wide fence)
 
-Copies and memory operations come from the driver library itself, through ctypes: torch binds the
+Copies and memory operations come from CUDA's libraries themselves, through ctypes: torch binds the
 write of 32 bits only, and a kernel that spins would hold a multiprocessor and wait for one behind a
 full grid of attention; a copy by torch makes its stream the current one and back first, which costs
 the host more than the copy.
+
+A stream that waits for a word keeps one of the process's hardware queues, and work enqueued when
+all are kept does not start, whatever its stream and priority (H200: 8 of them, 2 under MPS,
+``CUDA_DEVICE_MAX_CONNECTIONS`` changes it). Waits that go well need no more, but those for a peer
+that is gone end by work of this process: :func:`queue_left`.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ringfa4.comm.lanes import Engine, Lane, Mark
+from ringfa4.comm.lanes import POLL_S, Engine, Lane, Mark, reached
 
 SNAPSHOT_S = 1.0
 """How long :meth:`CudaEngine.host_copy` waits before it returns what it saw last."""
@@ -29,7 +34,14 @@ _BEFORE_COMPUTE = -1
 """Priority of side streams: copies that need multiprocessors get them before new blocks of the
 compute kernels (0) do."""
 
+WAITING_LANES = 4
+"""Those of one transport that may wait for a word at once: current, pull, cross and push."""
+
+QUEUE_S = 2.0
+"""How long :func:`queue_left` waits for a write that takes microseconds."""
+
 _WAIT_64, _WRITE_64 = 4, 5
+_ANY_DIRECTION = 4  # cudaMemcpyDefault
 _GEQ = 0
 _CAPTURE_RELAXED = 2
 _MOST_OPERATIONS = 256
@@ -68,6 +80,14 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+@functools.cache
+def _runtime() -> ctypes.CDLL:
+    """torch's. Profilers see who called it, but not who called the driver."""
+    version = torch.version.cuda
+    assert version is not None, "there is no GPU without it"
+    return ctypes.CDLL(f"libcudart.so.{version.partition('.')[0]}")
+
+
 def _check(status: int, what: str) -> None:
     if status != 0:
         name = ctypes.c_char_p()
@@ -84,13 +104,14 @@ class CudaLane(Lane):
 
     def copy(self, into: Tensor, source: Tensor) -> None:
         assert into.numel() == source.numel(), (into.shape, source.shape)
-        status = _driver().cuMemcpyAsync(
-            ctypes.c_uint64(into.data_ptr()),
-            ctypes.c_uint64(source.data_ptr()),
+        status = _runtime().cudaMemcpyAsync(
+            ctypes.c_void_p(into.data_ptr()),
+            ctypes.c_void_p(source.data_ptr()),
             ctypes.c_size_t(into.numel()),
+            ctypes.c_int(_ANY_DIRECTION),
             ctypes.c_void_p(self.stream.cuda_stream),
         )
-        _check(status, "cuMemcpyAsync")
+        _check(status, "cudaMemcpyAsync")
 
     def fill(self, into: Tensor, byte: int) -> None:
         status = _driver().cuMemsetD8Async(
@@ -180,3 +201,27 @@ class CudaEngine(Engine):
             return seen
 
         return copy
+
+
+@functools.cache
+def queue_left(device: torch.device) -> bool:
+    """Whether work starts on ``device`` while as many streams wait as those of a transport may.
+
+    These wait for pinned memory, which the host writes: they end in either case.
+    """
+    words = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+    awaited, written = words[0], words[1]
+    engine = CudaEngine(device)
+    *waiting, last = (engine.side() for _ in range(WAITING_LANES + 1))
+    for lane in waiting:
+        lane.wait([awaited], 1)
+    last.write([written], 1)
+    deadline = time.monotonic() + QUEUE_S
+    while not int(written) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    left = bool(written)
+    awaited.fill_(1)
+    for lane in (*waiting, last):
+        if not reached(lane.record(), QUEUE_S):
+            raise RuntimeError(f"{device} does nothing within {QUEUE_S:g} s")
+    return left

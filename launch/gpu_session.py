@@ -9,7 +9,7 @@ a time.
 On one GPU:
 
     tests       all of tests/gpu
-    nvshmem     the contract of that transport, ranks sharing the card under MPS
+    nvshmem     that transport's tests, ranks sharing the card under MPS and nothing beside them
     virtual     virtual ranks over one call, and where the time goes (launch/transport_bench.py)
     million     1M tokens on 8 virtual ranks, forward and backward, checked (launch/ring.py)
     over        1M tokens on 1 and 8 virtual ranks over FA4's call, deterministic all of them
@@ -24,6 +24,7 @@ On several:
     scaling     rows at 256K and 1M first (launch/bench.py --scaling), again behind a row that ended
                 the processes
     million     1M tokens, forward and backward, checked (launch/ring.py)
+    memory      200 transports opened and closed, on GPUs that nothing else uses (tests/gpu)
 
 A step past its limit is ended, with all its processes, and the next one runs. FOLDER gets log.txt
 (what the steps said), steps.json (how each ended; --resume runs the others again) and the steps'
@@ -127,7 +128,8 @@ def _on_several(gpus: int, folder: Path, python: str) -> list[Step]:
     ranks = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
     tests = [str(ROOT / "tests" / "gpu" / f"test_{n}.py") for n in ("two_gpus", "transports_cuda")]
     only = "gpus or symm_mem_notices"  # the second file's other tests need one GPU
-    suite = [*_pytest(python), "-q", "-n", "4", "-k", only, *tests]
+    suite = [*_pytest(python), "-v", "-n", "4", "-k", only, *tests]
+    memory = [*_pytest(python), "-v", "-k", "memory_flat and not virtual", tests[1]]
     order = ("symm_mem", "nvshmem", "torch_p2p")
     assert set(order) == set(TRANSPORTS)
     rates = [[*ranks, str(launch / "transport_bench.py"), "--transport", name] for name in order]
@@ -140,7 +142,8 @@ def _on_several(gpus: int, folder: Path, python: str) -> list[Step]:
         Step("suite", suite, 110.0),
         *(Step(f"transports {n}", rate, 25.0) for n, rate in zip(order, rates, strict=True)),
         Step("scaling", bench, 210.0, tries=4),
-        Step("million", ring, 150.0),
+        Step("million", ring, 120.0),
+        Step("memory", memory, 60.0),
     ]
 
 

@@ -100,9 +100,9 @@ def test_what_an_earlier_session_left_is_gone_unless_resumed(tmp_path: Path) -> 
 def test_the_commands_are_understood(tmp_path: Path) -> None:
     """By the parsers of what they start; files land in the folder, few enough to carry away."""
     plan = {step.name: list(step.command) for step in steps(4, tmp_path)}
-    assert list(plan)[:1] == ["suite"] and list(plan)[-1:] == ["million"]
+    assert list(plan)[:1] == ["suite"] and list(plan)[-2:] == ["million", "memory"]
     for name, command in plan.items():
-        if name != "suite":
+        if name not in ("suite", "memory"):
             assert command[command.index("--nproc-per-node") + 1] == "4"
     given = plan["scaling"][plan["scaling"].index("--scaling") + 1 :]
     found = scaling.parse_options(["77" if word == SECONDS_LEFT else word for word in given])
@@ -111,7 +111,7 @@ def test_the_commands_are_understood(tmp_path: Path) -> None:
     script = next(n for n, word in enumerate(plan["million"]) if word.endswith("ring.py"))
     ring = options.parse_options(plan["million"][script + 1 :])
     assert (ring.seq, ring.backward, ring.check) == (1 << 20, True, True)
-    for name in plan["suite"][-2:]:
+    for name in (*plan["suite"][-2:], plan["memory"][-1]):
         assert Path(name).is_file()
     assert bench.scaling is scaling
     assert sum(step.limit_s for step in steps(2, tmp_path)) < 1.2 * gpu_session.SECONDS

@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 import torch
 import transport_contract as contract
-from fake_streams import event_transport, word_transport
+from fake_streams import Done, event_transport, word_transport
 from rings import Case, run
 from test_transports import InThreads
 
-from ringfa4.comm.cuda_local import _Turn
+from ringfa4.comm import signals
 from ringfa4.comm.interface import Control, Transport
 from ringfa4.comm.lanes import Flag
 from ringfa4.comm.local import LocalTransport, LocalWorld, run_ranks
 from ringfa4.comm.pull import PullTransport
+from ringfa4.comm.turn import Turn
 from ringfa4.context import Context
 from ringfa4.errors import ContextBrokenError, PeerError
 from ringfa4.mask import causal
@@ -247,8 +248,42 @@ def test_each_flag_is_needed(forgotten: Flag, monkeypatch: pytest.MonkeyPatch) -
         runner(word_transport, 0.01)(len(plans), calls, contract.LONG_S)
 
 
+def test_a_device_that_takes_no_work_for_a_lost_peer_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All its queues wait: what would end the waits never starts. Whoever synchronises would hang."""
+    ended, over = list[str](), threading.Event()
+    monkeypatch.setattr(signals, "STUCK_S", 0.05)
+    monkeypatch.setattr(signals, "end_process", lambda words: (ended.append(words), over.set()))
+
+    def main(rank: int, local: LocalTransport, control: Control) -> None:
+        control.timeout_s = 0.05
+        transport = word_transport(local.shared, rank)
+        engine = transport.engine
+        held = threading.Event()
+        if rank == 1:
+            side = engine.side()
+            side.after(Held(held))  # type: ignore[arg-type]
+            monkeypatch.setattr(engine, "side", lambda: side)
+        transport.abort("the peer is gone")
+        if rank == 1:
+            assert over.wait(contract.LONG_S)
+            assert len(ended) == 1 and "rank 1 ends" in ended[0]
+        held.set()
+
+    run_ranks(2, main, contract.LONG_S)
+
+
+class Held(Done):
+    """A mark that the test reaches."""
+
+    def __init__(self, event: threading.Event) -> None:
+        super().__init__()
+        self.event = event
+
+
 def test_the_turn_passes_over_who_is_not_ready() -> None:
-    turn, events, order = _Turn(3), set[int](), list[int]()
+    turn, events, order = Turn(3), set[int](), list[int]()
 
     def rank(number: int) -> None:
         while not turn.take(number, 5.0, lambda: number in events):

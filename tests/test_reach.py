@@ -10,7 +10,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from ringfa4.comm import reach
 from ringfa4.comm.control import SoloControl
+from ringfa4.comm.interface import Control, Transport
+from ringfa4.comm.local import run_ranks
 from ringfa4.comm.reach import Seat, _fabric, objection, require_reachable
 from ringfa4.comm.registry import TRANSPORTS, open_transport
 from ringfa4.errors import MissingLibraryError
@@ -54,6 +57,28 @@ def test_what_is_missing_comes_before_what_is_wrong() -> None:
         require_reachable(alone, cpu, "any", missing="no such library", obstacle="and more")
     with pytest.raises(ValueError, match="transport 'any', rank 0: it moves CUDA tensors"):
         require_reachable(alone, cpu, "any")
+
+
+def test_ranks_whose_waits_could_take_all_queues_are_told_before_anything_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of them is enough, and all hear the same."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(reach, "seat_of", lambda device: HERE)
+    monkeypatch.setattr(reach, "queue_left", lambda device: device.index != 1)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+    def main(rank: int, transport: Transport, control: Control) -> str:
+        with pytest.raises(ValueError) as caught:
+            require_reachable(control, torch.device("cuda", rank), "any", several_on_one_gpu=True)
+        return str(caught.value)
+
+    said = run_ranks(3, main)
+    assert len(set(said)) == 1
+    for part in ("rank 1", "CUDA_DEVICE_MAX_CONNECTIONS", "now: 1", "MPS"):
+        assert part in said[0]
+    alone = SoloControl(1.0)  # who waits for nobody needs no queue
+    require_reachable(alone, torch.device("cuda", 1), "any")
 
 
 @pytest.mark.parametrize("name", sorted(set(TRANSPORTS) - {"torch_p2p"}))

@@ -1,4 +1,4 @@
-"""What of the CUDA lanes can be checked without a GPU: the driver's structure, and refusals."""
+"""What of the CUDA lanes can be checked without a GPU: structures and arguments, and refusals."""
 
 from __future__ import annotations
 
@@ -39,21 +39,23 @@ def test_multicast_stays_off_unless_the_user_says_otherwise(
     }
 
 
-class MovingDriver:
-    """cuMemcpyAsync on the host's memory; ``status`` is what it returns."""
+class MovingRuntime:
+    """cudaMemcpyAsync on the host's memory; ``status`` is what it returns."""
 
     def __init__(self, status: int = 0) -> None:
         self.status, self.streams = status, list[int]()
 
-    def cuMemcpyAsync(
+    def cudaMemcpyAsync(
         self,
-        into: ctypes.c_uint64,
-        source: ctypes.c_uint64,
+        into: ctypes.c_void_p,
+        source: ctypes.c_void_p,
         nbytes: ctypes.c_size_t,
+        direction: ctypes.c_int,
         stream: ctypes.c_void_p,
     ) -> int:
+        assert direction.value == 4, "cudaMemcpyDefault: either may be a peer's"
         self.streams.append(stream.value or 0)
-        ctypes.memmove(into.value, source.value, nbytes.value)
+        ctypes.memmove(into.value, source.value, nbytes.value)  # type: ignore[arg-type]
         return self.status
 
     def cuGetErrorName(self, status: int, name: object) -> int:
@@ -67,20 +69,21 @@ class Stream:
 def test_a_lane_copies_the_bytes_of_a_slice_on_its_own_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    driver = MovingDriver()
-    monkeypatch.setattr(streams, "_driver", lambda: driver)
+    runtime = MovingRuntime()
+    monkeypatch.setattr(streams, "_runtime", lambda: runtime)
     lane = streams.CudaLane(Stream())
     source = torch.arange(100, dtype=torch.uint8)
     into = torch.zeros(100, dtype=torch.uint8)
     lane.copy(into[8:40], source[50:82])
     assert into.tolist() == [0] * 8 + list(range(50, 82)) + [0] * 60
-    assert driver.streams == [0xABCD]
+    assert runtime.streams == [0xABCD]
     with pytest.raises(AssertionError):
         lane.copy(into[:4], source[:5])
 
 
-def test_a_copy_that_the_driver_refuses_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_driver", lambda: MovingDriver(status=1))
+def test_a_copy_that_is_refused_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_runtime", "_driver"):
+        monkeypatch.setattr(streams, name, lambda: MovingRuntime(status=1))
     lane = streams.CudaLane(Stream())
-    with pytest.raises(RuntimeError, match="cuMemcpyAsync failed: 1"):
+    with pytest.raises(RuntimeError, match="cudaMemcpyAsync failed: 1"):
         lane.copy(torch.zeros(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8))

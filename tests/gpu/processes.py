@@ -11,6 +11,7 @@ over gloo.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
@@ -89,7 +90,7 @@ def run_processes(
             names |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
             names = {name: str(value) for name, value in names.items()}
             names |= {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": path}
-            said = [transport, work, str(log), str(group_timeout_s)]
+            said = [transport, work, str(log), str(group_timeout_s), str(limit_s)]
             command = [sys.executable, "-m", "gpu.processes", *said]
             with open(f"{log}.err", "w") as errors:
                 ranks.append(subprocess.Popen(command, env=os.environ | names, stderr=errors))
@@ -139,6 +140,7 @@ def mps() -> Iterator[None]:
         before = {name: os.environ.get(name) for name in names}
         os.environ.update(dict.fromkeys(names, folder))
         os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = "50"
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # MPS gives 2, the transports want 5
         try:
             subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True, timeout=20)
             try:
@@ -149,12 +151,20 @@ def mps() -> Iterator[None]:
                 )
         finally:
             del os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"]
+            del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _rank(transport: str, jobs: Sequence[Job], log: Path, group_timeout_s: float) -> None:
+BEFORE_LIMIT_S = 5.0
+"""A process that is about to be ended for its time says where it is."""
+
+
+def _rank(
+    transport: str, jobs: Sequence[Job], log: Path, group_timeout_s: float, limit_s: float
+) -> None:
     """What one process does."""
+    faulthandler.dump_traceback_later(max(1.0, limit_s - BEFORE_LIMIT_S))
     import torch
     import torch.distributed as dist
 
@@ -213,4 +223,4 @@ def _one(transport_name: str, job: Job, device: Any) -> Told:
 
 if __name__ == "__main__":
     given = [Job(**job) for job in json.loads(sys.argv[2])]
-    _rank(sys.argv[1], given, Path(sys.argv[3]), float(sys.argv[4]))
+    _rank(sys.argv[1], given, Path(sys.argv[3]), float(sys.argv[4]), float(sys.argv[5]))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -107,6 +110,24 @@ FAILING = [
 ]
 
 
+@pytest.mark.parametrize("connections, left", [("1", False), ("8", True)])
+def test_waits_must_leave_a_hardware_queue(connections: str, left: bool) -> None:
+    """Also where they do not, the waits that found out end."""
+    asks = (
+        "import torch; from ringfa4.comm.streams import queue_left; "
+        "print(queue_left(torch.device('cuda', 0))); torch.cuda.synchronize()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", asks],
+        env=os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": connections},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.split() == [str(left)]
+
+
 @needs_nvshmem
 def test_nvshmem_between_processes_on_one_gpu() -> None:
     jobs = [*CONTRACT, *PULL, *FAILING]
@@ -161,6 +182,10 @@ def test_symm_mem_notices_a_killed_peer() -> None:
     assert survivor[0].value < 3 * timeout_s
 
 
+@pytest.mark.skipif(
+    int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1,
+    reason="the device's free memory is everybody's: run it without other workers",
+)
 @pytest.mark.parametrize("transport", ["nvshmem", "symm_mem"])
 def test_two_hundred_transports_keep_memory_flat(transport: str) -> None:
     if transport == "nvshmem" and find_spec("nvshmem") is None:
