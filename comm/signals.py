@@ -41,7 +41,7 @@ PASS = 1 << 62
 """Satisfies every wait."""
 
 STUCK_S = 30.0
-"""How long the device may take at least to let its waits pass; the transport's timeout if longer."""
+"""How long the device may take to let its waits pass; the transport's timeout if longer."""
 
 STUCK_EXIT = 70
 """Exit code of a process whose device waits for a lost peer for good (EX_SOFTWARE)."""

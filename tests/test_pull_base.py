@@ -251,7 +251,7 @@ def test_each_flag_is_needed(forgotten: Flag, monkeypatch: pytest.MonkeyPatch) -
 def test_a_device_that_takes_no_work_for_a_lost_peer_ends_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All its queues wait: what would end the waits never starts. Whoever synchronises would hang."""
+    """All queues wait: what would end that never starts, and who synchronises would hang."""
     ended, over = list[str](), threading.Event()
     monkeypatch.setattr(signals, "STUCK_S", 0.05)
     monkeypatch.setattr(signals, "end_process", lambda words: (ended.append(words), over.set()))
