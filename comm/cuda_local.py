@@ -15,16 +15,17 @@ that wait, as PeerError; there is no watchdog.
 Inside a call one rank's host works at a time, until it has to wait. They could not run side by side
 anyway, for they share Python's lock; but every operator of torch lets go of that lock, and getting
 it back from seven others each time cost more than the work (H200, 128K tokens, forward pass of 8
-ranks: 234 ms side by side, 104 ms in turn). The turn passes from a rank to the next one up that
-waits for it: it reads that rank's records first, which are published by then, and can go on. Who
-waits for a peer's event is given the turn when the event is there, not before: nobody is woken only
-to ask for the turn, or wakes while another rank works and takes Python's lock from it.
+ranks: 234 ms side by side, 104 ms in turn). The turn (:mod:`ringfa4.comm.turn`) passes from a rank
+to the next one up that waits for it: it reads that rank's records first, which are published by
+then, and can go on. Who waits for a peer's event is given the turn when the event is there.
+
+A call begins with its agreement: who comes last has the turn and goes on, the others sleep until it
+is theirs. It has its own K/V encoded, published and attended to before it waits for a peer's.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -37,64 +38,8 @@ from ringfa4.comm.lanes import Engine, Flag, Lane, Mark, Memory, Signals
 from ringfa4.comm.local import LocalWorld
 from ringfa4.comm.pull import PullTransport
 from ringfa4.comm.streams import CudaEngine, CudaLane
+from ringfa4.comm.turn import TURN_POLL_S, Turn
 from ringfa4.errors import ContextBrokenError, PeerError
-
-TURN_POLL_S = 0.05
-"""How often a rank that waits for its turn looks whether another one failed."""
-
-
-class _Turn:
-    """Held by one rank at a time; given up, it passes to the next higher rank that waits and is
-    ready to go on, in a circle.
-    """
-
-    def __init__(self, world: int) -> None:
-        self.holder: int | None = None
-        self.since = 0.0
-        """When the holder got it, on the clock of time.monotonic."""
-        self._world = world
-        self._changes = threading.Lock()
-        self._waiting: dict[int, tuple[threading.Event, Callable[[], bool]]] = {}
-
-    def take(self, rank: int, timeout_s: float, ready: Callable[[], bool] = lambda: True) -> bool:
-        """Whether ``rank`` has it within ``timeout_s``, with ``ready`` true; if not, it does not
-        wait for it either.
-        """
-        with self._changes:
-            if self.holder is None and ready():
-                self._pass_to(rank)
-                return True
-            given = threading.Event()
-            self._waiting[rank] = given, ready
-        given.wait(timeout_s)
-        with self._changes:
-            self._waiting.pop(rank, None)
-            return self.holder == rank
-
-    def give_up(self, rank: int) -> None:
-        """Nothing when another rank has it, or none."""
-        with self._changes:
-            if self.holder == rank:
-                self.holder = None
-                self._offer(rank)
-
-    def changed(self, rank: int) -> None:
-        """``rank`` did what another may have waited for."""
-        with self._changes:
-            if self.holder is None:
-                self._offer(rank)
-
-    def _offer(self, after: int) -> None:
-        for rank in sorted(self._waiting, key=lambda r: (r - after) % self._world):
-            given, ready = self._waiting[rank]
-            if ready():
-                del self._waiting[rank]
-                self._pass_to(rank)
-                given.set()
-                return
-
-    def _pass_to(self, rank: int) -> None:
-        self.holder, self.since = rank, time.monotonic()
 
 
 class SharedSpace:
@@ -107,7 +52,7 @@ class SharedSpace:
         """Of each rank: (flag, peer) -> value and when it was set; only that peer writes it."""
         self.pieces: list[list[Tensor | None]] = [[] for _ in ranks]
         """Of each rank: what it allocated, in order; None once it is freed."""
-        self.turn = _Turn(world.world)
+        self.turn = Turn(world.world)
         """Whose host works."""
 
 
@@ -147,10 +92,15 @@ class EventSignals(Signals):
         self.lost: PeerError | None = None
         self._space, self._rank = space, rank
         self._reason: str | None = None
+        space.world.turn = space.turn
 
     def begin(self) -> None:
-        """PeerError when the rank whose turn it is keeps it for too long, or a rank failed."""
-        self._take_turn(lambda: True, self._kept)
+        """Nothing when this rank has had the turn since the agreement on the call.
+
+        PeerError when the rank whose turn it is keeps it for too long, or a rank failed.
+        """
+        if self._space.turn.holder != self._rank:
+            self._take_turn(lambda: True, self._kept)
 
     def _take_turn(
         self,
@@ -188,17 +138,20 @@ class EventSignals(Signals):
         self, lane: Lane, flag: Flag, peers: Sequence[int], value: int, what: str, step: int | None
     ) -> None:
         flags = self._space.flags[self._rank]
-
-        def there(peer: int) -> bool:
-            return (flag, peer) in flags and flags[flag, peer][0] >= value
-
         for peer in peers:
-            if not there(peer):
+            if self.would_block(flag, peer, value):
                 self.end()
-                is_there = functools.partial(there, peer)
-                late = functools.partial(self._late, peer, is_there, what, step)
-                self._take_turn(is_there, late, step)
+                there = functools.partial(self._there, flag, peer, value)
+                late = functools.partial(self._late, peer, there, what, step)
+                self._take_turn(there, late, step)
             lane.after(flags[flag, peer][1])
+
+    def would_block(self, flag: Flag, peer: int, value: int) -> bool:
+        return not self._there(flag, peer, value)
+
+    def _there(self, flag: Flag, peer: int, value: int) -> bool:
+        flags = self._space.flags[self._rank]
+        return (flag, peer) in flags and flags[flag, peer][0] >= value
 
     def _late(self, peer: int, there: Callable[[], bool], what: str, step: int | None) -> PeerError:
         """Who is late: ``peer``, unless it or this rank is for want of the turn."""

@@ -6,7 +6,7 @@ every rank makes every call on it in the same order, also when it has no work.
 
 One call (forward or backward of one attention) is one :class:`Exchange`:
 
-    control.gather(header)             ranks agree (ringfa4.context does this)
+    control.gather_to_open(header)     ranks agree (ringfa4.context does this)
     ex = transport.open(schedule)      outbox of this call's parity is free to write
     encode into ex.outbox()
     ex.publish()                       after this, peers may read the outbox
@@ -305,6 +305,17 @@ class Control(ABC):
     def gather(self, message: bytes) -> list[bytes]:
         """Every rank's message, by rank. At most :data:`MESSAGE_BYTES` each. Raises PeerError
         naming a failed or late rank."""
+
+    def gather_to_open(self, message: bytes) -> list[bytes]:
+        """As :meth:`gather`, of ranks that then open a call at once, or :meth:`decline`.
+
+        Where ranks work in turn it ends with this rank's turn: each returns when the one before
+        waits in its call.
+        """
+        return self.gather(message)
+
+    def decline(self) -> None:  # noqa: B027  # only where ranks work in turn is there more to do
+        """No call is opened after :meth:`gather_to_open`."""
 
     @abstractmethod
     def report(self, reason: str) -> None:

@@ -41,6 +41,7 @@ from ringfa4.comm.interface import (
     require_gather_arguments,
     require_message,
 )
+from ringfa4.comm.turn import TURN_POLL_S, Turn
 from ringfa4.errors import ContextBrokenError, PeerError
 
 T = TypeVar("T")
@@ -89,6 +90,8 @@ class LocalWorld:
         """Guards ``rounds`` and each rank's ``gathers``."""
         self.rounds: dict[int, dict[int, bytes]] = {}
         """Of each gather by its number, until the next is complete: rank -> message."""
+        self.turn: Turn | None = None
+        """Whose host works in a call, where ranks work in turn."""
         self._failures: list[tuple[int, str]] = []
 
     def control(self, rank: int) -> LocalControl:
@@ -129,7 +132,7 @@ class LocalWorld:
         at = self.ranks[on]
         with at.changed:
             self.sleep(
-                at.changed,
+                at.changed.wait,
                 lambda: ready(at),
                 rank,
                 what,
@@ -140,16 +143,19 @@ class LocalWorld:
 
     def sleep(
         self,
-        on: threading.Condition,
+        pause: Callable[[float], object],
         ready: Callable[[], bool],
         rank: int,
         what: str,
-        late: Callable[[], int],
+        late: Callable[[], int | None],
         *,
         step: int | None = None,
         broken: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """As :meth:`wait` with ``on``, held, notified of every change."""
+        """As :meth:`wait`; ``pause`` returns after every change, or after at most as many seconds.
+
+        Nobody sleeps with the turn.
+        """
         timeout_s = self.timeouts_s[rank]
         deadline = time.monotonic() + timeout_s
         while not ready():
@@ -162,7 +168,9 @@ class LocalWorld:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise PeerError(f"no {what} within {timeout_s:g} s", rank=late(), step=step)
-            on.wait(remaining)
+            if self.turn is not None:
+                self.turn.give_up(rank)
+            pause(remaining)
 
 
 class LocalControl(Control):
@@ -180,23 +188,61 @@ class LocalControl(Control):
         self._shared.timeouts_s[self.rank] = seconds
 
     def gather(self, message: bytes) -> list[bytes]:
+        shared = self._shared
+        with shared.said:
+            said = self._say(message)
+            if shared.turn is not None:
+                shared.turn.changed(self.rank)
+            return self._all(said, shared.said.wait)
+
+    def gather_to_open(self, message: bytes) -> list[bytes]:
+        """As :meth:`gather`; where ranks work in turn, it ends with this rank's turn.
+
+        Who comes last has it, the others sleep until it is theirs: woken all at once, they would
+        take Python's lock from the one that works. A turn that does not come soon is left to
+        ``open``, which knows whom to blame.
+        """
+        turn = self._shared.turn
+        if turn is None:
+            return self.gather(message)
+        said = self._say(message)
+
+        def take(seconds: float) -> None:
+            turn.take(self.rank, min(seconds, TURN_POLL_S), lambda: len(said) == self.world)
+
+        take(0.0)
+        return self._all(said, take)
+
+    def decline(self) -> None:
+        if self._shared.turn is not None:
+            self._shared.turn.give_up(self.rank)
+
+    def _say(self, message: bytes) -> dict[int, bytes]:
+        """Say ``message`` in this rank's next round; what has been said in it. Who comes last
+        wakes the others, once.
+        """
         require_message(message)
-        shared, ranks = self._shared, range(self.world)
+        shared = self._shared
         own = shared.ranks[self.rank]
         with shared.said:
             own.gathers = number = own.gathers + 1
             said = shared.rounds.setdefault(number, {})
             said[self.rank] = message
-            if len(said) == self.world:  # who comes last wakes the others, once
+            if len(said) == self.world:
                 shared.rounds.pop(number - 1, None)
                 shared.said.notify_all()
-            shared.sleep(
-                shared.said,
-                lambda: len(said) == self.world,
-                self.rank,
-                f"answer to message {number}",
-                lambda: next(r for r in ranks if r not in said),
-            )
+        return said
+
+    def _all(self, said: dict[int, bytes], pause: Callable[[float], object]) -> list[bytes]:
+        """What all said, by rank, once they have."""
+        ranks = range(self.world)
+        self._shared.sleep(
+            pause,
+            lambda: len(said) == self.world,
+            self.rank,
+            f"answer to message {self._shared.ranks[self.rank].gathers}",
+            lambda: next((r for r in ranks if r not in said), None),
+        )
         return [said[r] for r in ranks]
 
     def report(self, reason: str) -> None:

@@ -132,18 +132,25 @@ class Context:
         *,
         values: Mapping[str, int] | None = None,
         error: ValueError | None = None,
+        opens: bool = False,
     ) -> list[Mapping[str, int]]:
         """Collective: exchange headers; returns every rank's ``values``.
 
         ``error``: what is wrong with this rank's input; every rank then raises it as a ValueError.
+        ``opens``: this rank opens a call of the transport at once when all agree.
         Raises PlanMismatchError when ``about`` differs, PeerError when a rank is gone or late.
         """
         self.require_usable()
         self.calls += 1
         header = Header(self.calls, about, values or {}, None if error is None else str(error))
+        gather = self.control.gather_to_open if opens else self.control.gather
         with self.guard():
-            messages = self.control.gather(header.encode())
-        return list(_agreed(tuple(messages)))
+            messages = gather(header.encode())
+        try:
+            return list(_agreed(tuple(messages)))
+        except BaseException:
+            self.control.decline()
+            raise
 
     def require_usable(self) -> None:
         """Raises ContextBrokenError after a failure or after close."""

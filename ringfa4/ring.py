@@ -159,6 +159,7 @@ class Ring:
         needs = self.context.agree(
             {"call": direction, **self.about, **call},
             values={name: getattr(own, name) for name in _AGREED},
+            opens=True,
         )
         fetch, grads, carry = most = tuple(max(rank[name] for rank in needs) for name in _AGREED)
         if (direction, most) not in self._agreed:
