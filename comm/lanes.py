@@ -161,6 +161,10 @@ class Signals(ABC):
         May block the host until a peer has enqueued setting it, and then raises PeerError.
         """
 
+    def would_block(self, flag: Flag, peer: int, value: int) -> bool:
+        """Whether :meth:`wait` would block the host now."""
+        return False
+
     @abstractmethod
     def release(self) -> None:
         """Let every wait pass, now and later: the call has failed. Idempotent."""

@@ -32,6 +32,7 @@ them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -308,10 +309,21 @@ class PullExchange(Exchange):
             assert receive.lap is not None, "a rank reads nothing from itself but copies"
             copy = transport.arena.copy(transport.rank, receive.lap)[: receive.nbytes]
             return PullHandle(self, copy, self._carried[receive.lap])
-        lane = transport.pull
         # What read the view of step - 2 is in the current lane by now.
-        lane.after(transport.engine.current().record())
+        free = transport.engine.current().record()
         view = transport.fetched.take(step, receive.nbytes)
+        pull = functools.partial(self._pull, receive, step, view, free)
+        blocks = transport.signals.would_block
+        if receive.lap is None and blocks(Flag.PUBLISHED, receive.peer, self.call + 1):
+            # Enqueued once the host has to wait anyway; no peer waits for this pull in the call.
+            return PullHandle(self, view, pull)
+        return PullHandle(self, view, pull())
+
+    def _pull(self, receive: Transfer, step: int, view: Tensor, free: Mark) -> Mark:
+        """Copy what ``step`` receives into ``view``, from ``free`` on; when that is done."""
+        transport, lane = self.transport, self.transport.pull
+        assert transport.in_call and self.call == transport.calls - 1, "fetch waited for too late"
+        lane.after(free)
         if receive.lap is None:
             published = self.call + 1
             self._wait(lane, Flag.PUBLISHED, receive.peer, published, "published records", step)
@@ -321,7 +333,7 @@ class PullExchange(Exchange):
             self._wait(lane, Flag.CARRIED, receive.peer, number, what, step)
             _copy(lane, view, transport.arena.copy(receive.peer, receive.lap), receive.spans)
             transport.signals.set(lane, Flag.READ, [receive.peer], number)
-        return PullHandle(self, view, lane.record())
+        return lane.record()
 
     def _carry(self, carry: Carry, step: int) -> None:
         """Bring a copy over, once the one in its slot has been read, and tell its readers."""
@@ -398,13 +410,20 @@ class PullExchange(Exchange):
 
 
 class PullHandle(Handle):
-    """A pull under way; None for a step that receives nothing."""
+    """A pull under way, or one that ``wait`` starts; None for a step that receives nothing."""
 
-    def __init__(self, exchange: PullExchange, view: Tensor | None, mark: Mark | None) -> None:
+    def __init__(
+        self,
+        exchange: PullExchange,
+        view: Tensor | None,
+        mark: Mark | Callable[[], Mark] | None,
+    ) -> None:
         self._exchange, self._view, self._mark = exchange, view, mark
 
     def wait(self) -> Tensor | None:
         self._exchange.transport.require_usable()
+        if callable(self._mark):
+            self._mark = self._mark()
         if self._mark is not None:
             self._exchange.transport.engine.current().after(self._mark)
         return self._view
