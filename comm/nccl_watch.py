@@ -6,9 +6,10 @@
 
 The caller's thread may sit in a synchronisation then, where no exception reaches it. So the message
 is logged at once (logger "ringfa4"), told to the peers through the control channel, and raised as
-PeerError in the next use of the transport. The device stays in the transfer: what frees it is the
-timeout of NCCL's own watchdog, which ends the process. Left out: aborting the communicator, which
-is the caller's.
+PeerError in the next use of the transport. The device stays in the transfer, and what follows it
+would compute with what was never received: unless the caller aborts the communicator, which is the
+caller's, the process ends (:mod:`ringfa4.comm.stuck`). NCCL's own watchdog would do so after the
+timeout of the process group, 10 minutes unless the caller set it.
 
 A transfer starts after the computation that was enqueued before it, so ``timeout_s`` must be longer
 than a step computes.
@@ -26,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ringfa4.comm import background
+from ringfa4.comm import background, stuck
 from ringfa4.comm.interface import Control
 from ringfa4.errors import PeerError
 
@@ -59,7 +60,7 @@ class WorkWatch:
         self._control, self._enter_thread = control, enter_thread
         self._watched: deque[_Watched] = deque()
         self._since = 0.0
-        """When the oldest became the oldest."""
+        """When the oldest became the oldest, and once ``lost`` is known, since when it is."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -91,7 +92,10 @@ class WorkWatch:
             moved = True
         if moved or not self._watched or self._since == 0.0:
             self._since = now
-        if self.lost is not None or not self._watched:
+        if not self._watched:
+            return
+        if self.lost is not None:
+            self._end_when_stuck(now - self._since)
             return
         late, failed = self._watched[0], self._control.failure()
         if failed is not None:
@@ -102,11 +106,19 @@ class WorkWatch:
         else:
             return
         logging.getLogger("ringfa4").error(
-            "rank %d: %s; the device stays in this transfer until NCCL gives it up",
-            self._control.rank,
-            self.lost,
+            "rank %d: %s; the device stays in this transfer", self._control.rank, self.lost
         )
         self._control.report(str(self.lost))
+        self._since = now
+
+    def _end_when_stuck(self, waited_s: float) -> None:
+        """Nobody gave the communicator up, so this rank cannot go on."""
+        patience_s = stuck.patience_s(self._control.timeout_s)
+        if waited_s > patience_s:
+            stuck.end_process(
+                f"rank {self._control.rank} ends: its GPU is still in an NCCL transfer "
+                f"{patience_s:g} s after a peer was lost: {self.lost}"
+            )
 
 
 def _watch(

@@ -8,7 +8,8 @@ this rank's words while waits are outstanding. When a peer reported a failure, o
 of the call and sets all own words to a value that satisfies every wait: the device goes on, its
 results of this call are NaN where data was missing, and the next use of the transport raises the
 PeerError. Nothing hangs: should the device not take that work, for which it had a queue when the
-transport was made (:func:`ringfa4.comm.streams.queue_left`), the process says so and ends.
+transport was made (:func:`ringfa4.comm.streams.queue_left`), the process says so and ends
+(:mod:`ringfa4.comm.stuck`).
 
 A rank that is merely slow is told apart from one that is gone by progress: every word that moves,
 anywhere among this rank's, restarts the clock.
@@ -17,8 +18,6 @@ anywhere among this rank's, restarts the clock.
 from __future__ import annotations
 
 import functools
-import os
-import sys
 import threading
 import time
 import weakref
@@ -28,7 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ringfa4.comm import background
+from ringfa4.comm import background, stuck
 from ringfa4.comm.interface import Control
 from ringfa4.comm.lanes import Engine, Flag, Lane, Mark, Memory, Signals, reached
 from ringfa4.comm.pull import PullTransport
@@ -40,11 +39,6 @@ WATCH_S = 0.1
 PASS = 1 << 62
 """Satisfies every wait."""
 
-STUCK_S = 30.0
-"""How long the device may take to let its waits pass; the transport's timeout if longer."""
-
-STUCK_EXIT = 70
-"""Exit code of a process whose device waits for a lost peer for good (EX_SOFTWARE)."""
 
 Poison = Callable[[Lane, Sequence[int], Sequence[int], int], None]
 
@@ -135,16 +129,16 @@ class MemorySignals(Signals):
 
     def _end_when_stuck(self, released: Mark) -> None:
         """End the process when the device does not come to ``released``: it waits for good."""
-        patience_s, over = max(STUCK_S, self._control.timeout_s), threading.Event()
+        patience_s, over = stuck.patience_s(self._control.timeout_s), threading.Event()
         words = (
-            f"ringfa4: rank {self._rank} ends: its GPU still waits for a lost peer, and has taken "
-            f"no work for {patience_s:g} s that would let it go on (too few hardware queues? see "
+            f"rank {self._rank} ends: its GPU still waits for a lost peer, and has taken no work "
+            f"for {patience_s:g} s that would let it go on (too few hardware queues? see "
             f"CUDA_DEVICE_MAX_CONNECTIONS)"
         )
 
         def main() -> None:
             if not reached(released, patience_s, over.is_set) and not over.is_set():
-                end_process(words)
+                stuck.end_process(words)
 
         background.start(f"release of rank {self._rank}", main, over.set)
 
@@ -181,13 +175,6 @@ class MemorySignals(Signals):
     @staticmethod
     def _met(watch: _Watch, words: list[list[int]]) -> bool:
         return words[watch.flag][watch.peer] >= watch.value
-
-
-def end_process(words: str) -> None:
-    """Without what Python does at exit, which would wait for the device."""
-    sys.stderr.write(words + "\n")
-    sys.stderr.flush()
-    os._exit(STUCK_EXIT)
 
 
 def _no_poison(lane: Lane, absent: Sequence[int], late: Sequence[int], call: int) -> None:

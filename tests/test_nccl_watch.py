@@ -121,6 +121,30 @@ def test_progress_restarts_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watch.lost is not None and "no transfer 12 within 0.5 s" in str(watch.lost)
 
 
+@pytest.mark.parametrize("given_up", [False, True])
+def test_who_stays_in_a_transfer_ends(given_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless somebody aborts the communicator: its works are complete then."""
+    now, ended = [100.0], list[str]()
+    monkeypatch.setattr(nccl_watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(nccl_watch, "WATCH_S", 3600.0)
+    monkeypatch.setattr(nccl_watch.stuck, "end_process", ended.append)
+    control, work = FakeControl(0.5), FakeWork()
+    watch = WorkWatch(control, no_device)
+    watch.watch([work], 1, "K/V records", 1)
+    watch.look()
+    now[0] += 0.6
+    watch.look()
+    assert watch.lost is not None
+    now[0] += nccl_watch.stuck.STUCK_S - 0.1
+    watch.look()
+    assert not ended, "who can still act has time to"
+    work.done = given_up
+    now[0] += 0.2
+    watch.look()
+    watch.close()
+    assert [str(watch.lost) in words for words in ended] == ([] if given_up else [True])
+
+
 def test_the_thread_ends_with_its_object() -> None:
     control = FakeControl(1000.0)
     watch = WorkWatch(control, no_device)

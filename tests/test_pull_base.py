@@ -23,7 +23,6 @@ from ringfa4.comm.interface import Control, Transport
 from ringfa4.comm.lanes import Flag
 from ringfa4.comm.local import LocalTransport, LocalWorld, run_ranks
 from ringfa4.comm.pull import PullTransport
-from ringfa4.comm.turn import Turn
 from ringfa4.context import Context
 from ringfa4.errors import ContextBrokenError, PeerError
 from ringfa4.mask import causal
@@ -253,8 +252,10 @@ def test_a_device_that_takes_no_work_for_a_lost_peer_ends_the_process(
 ) -> None:
     """All queues wait: what would end that never starts, and who synchronises would hang."""
     ended, over = list[str](), threading.Event()
-    monkeypatch.setattr(signals, "STUCK_S", 0.05)
-    monkeypatch.setattr(signals, "end_process", lambda words: (ended.append(words), over.set()))
+    monkeypatch.setattr(signals.stuck, "STUCK_S", 0.05)
+    monkeypatch.setattr(
+        signals.stuck, "end_process", lambda words: (ended.append(words), over.set())
+    )
 
     def main(rank: int, local: LocalTransport, control: Control) -> None:
         control.timeout_s = 0.05
@@ -280,28 +281,3 @@ class Held(Done):
     def __init__(self, event: threading.Event) -> None:
         super().__init__()
         self.event = event
-
-
-def test_the_turn_passes_over_who_is_not_ready() -> None:
-    turn, events, order = Turn(3), set[int](), list[int]()
-
-    def rank(number: int) -> None:
-        while not turn.take(number, 5.0, lambda: number in events):
-            pass
-        order.append(number)
-        turn.give_up(number)
-
-    assert turn.take(0, 0.0)
-    threads = [threading.Thread(target=rank, args=(number,)) for number in (1, 2)]
-    for thread in threads:
-        thread.start()
-    while len(turn._waiting) < 2:
-        time.sleep(0.001)
-    events.add(2)
-    turn.give_up(0)  # to 2, though 1 is the next
-    threads[1].join(5.0)
-    assert (order, turn.holder) == ([2], None)
-    events.add(1)
-    turn.changed(0)  # nobody has it, and 1 sleeps
-    threads[0].join(1.0)
-    assert (order, turn.holder) == ([2, 1], None)
