@@ -3,7 +3,7 @@
     publish   call c complete:    set PUBLISHED[me] = c + 1 at every peer
     fetch     pull lane:          wait PUBLISHED[source] >= c + 1, copy from its outbox[c % 2]
     dK/dV i   push lane:          wait PUBLISHED[owner] >= c + 1, RELEASED[owner] >= (c, i - 2),
-                                  copy to its inbox[i % 2], set DELIVERED[me] = (c, i) there
+                                  copy to its inbox[i % slots], set DELIVERED[me] = (c, i) there
     owner     current lane:       wait DELIVERED[sender] >= (c, i), add,
                                   set RELEASED[me] = (c, i) at the sender of contribution i + 2
     carry     cross lane:         wait READ[readers of the copy before] >= theirs, PUBLISHED[owner],
@@ -58,28 +58,31 @@ T = TypeVar("T")
 
 
 class _Arena:
-    """The symmetric part: two outboxes, two inbox slots and two copies on every rank, one
+    """The symmetric part: two outboxes, ``slots`` inbox slots and two copies on every rank, one
     allocation."""
 
-    def __init__(self, pieces: list[Tensor], outbox: int, inbox: int, copy: int) -> None:
+    def __init__(
+        self, pieces: list[Tensor], outbox: int, inbox: int, copy: int, slots: int
+    ) -> None:
         self.pieces, self.outbox_bytes, self.inbox_bytes = pieces, outbox, inbox
-        self.copy_bytes = copy
+        self.copy_bytes, self.slots = copy, slots
 
     @classmethod
-    def size(cls, outbox: int, inbox: int, copy: int) -> int:
-        return 2 * (outbox + inbox + copy)
+    def size(cls, outbox: int, inbox: int, copy: int, slots: int) -> int:
+        return 2 * (outbox + copy) + slots * inbox
 
     def outbox(self, rank: int, call: int) -> Tensor:
         start = call % 2 * self.outbox_bytes
         return self.pieces[rank][start : start + self.outbox_bytes]
 
     def inbox(self, rank: int, index: int) -> Tensor:
-        start = 2 * self.outbox_bytes + index % 2 * self.inbox_bytes
+        start = 2 * self.outbox_bytes + index % self.slots * self.inbox_bytes
         return self.pieces[rank][start : start + self.inbox_bytes]
 
     def copy(self, rank: int, lap: int) -> Tensor:
         """What ``rank`` carried in ``lap``."""
-        start = 2 * (self.outbox_bytes + self.inbox_bytes) + lap % 2 * self.copy_bytes
+        inboxes = self.slots * self.inbox_bytes
+        start = 2 * self.outbox_bytes + inboxes + lap % 2 * self.copy_bytes
         return self.pieces[rank][start : start + self.copy_bytes]
 
 
@@ -94,9 +97,12 @@ class PullTransport(Transport):
         self._control, self._memory = control, memory
         self.peers = [r for r in range(self.world) if r != self.rank]
         self.pull, self.push, self.cross = engine.side(), engine.side(), engine.side()
-        self.arena = _Arena([], 0, 0, 0)
-        self.fetched, self.outgoing = Slots(2, engine.device), Slots(2, engine.device)
-        self.pushed: list[Mark | None] = [None, None]
+        self.slots = min(2, max(1, self.world - 1))
+        """Buffers of what is fetched, of contributions that leave, and of those that come. A call
+        between two ranks has one of each, and one call's are done with before the next one's."""
+        self.arena = _Arena([], 0, 0, 0, self.slots)
+        self.fetched, self.outgoing = (Slots(self.slots, engine.device) for _ in range(2))
+        self.pushed: list[Mark | None] = [None] * self.slots
         """When each outgoing slot was last read by a push."""
         self.last_reads: list[Mark] = []
         """What the next publication must come after."""
@@ -138,8 +144,9 @@ class PullTransport(Transport):
         outbox = max(_aligned(schedule.outbox_bytes), self.arena.outbox_bytes)
         inbox = max(_aligned(schedule.grad_bytes), self.arena.inbox_bytes)
         copy = max(_aligned(schedule.carry_bytes), self.arena.copy_bytes)
-        size = _Arena.size(outbox, inbox, copy)
-        self.arena = _Arena(self._memory.allocate(size) if size else [], outbox, inbox, copy)
+        size = _Arena.size(outbox, inbox, copy, self.slots)
+        pieces = self._memory.allocate(size) if size else []
+        self.arena = _Arena(pieces, outbox, inbox, copy, self.slots)
         self.readers = [(0, ()), (0, ())]  # everybody has read what there was
         self.fetched.grow(schedule.fetch_bytes)
         self.outgoing.grow(schedule.grad_bytes)
@@ -181,7 +188,7 @@ class PullTransport(Transport):
             self._drain()
             self._meet("close")
             self._free_arena()
-            self.fetched, self.outgoing = Slots(2, self.device), Slots(2, self.device)
+            self.fetched, self.outgoing = (Slots(self.slots, self.device) for _ in range(2))
             self.signals.close()
         self._broken = self._broken or "it was closed"
 
@@ -224,8 +231,8 @@ class PullTransport(Transport):
         """
         if not self.arena.pieces:
             return
-        targets = [self.arena.inbox(self.rank, i) for i in range(2)]
-        targets += [self.outgoing.take(i, self.outgoing.capacity) for i in range(2)]
+        targets = [self.arena.inbox(self.rank, i) for i in range(self.slots)]
+        targets += [self.outgoing.take(i, self.outgoing.capacity) for i in range(self.slots)]
         targets += [self.arena.outbox(peer, call) for peer in absent]
         targets += [self.arena.copy(peer, lap) for peer in (self.rank, *late) for lap in range(2)]
         for target in targets:
@@ -357,7 +364,7 @@ class PullExchange(Exchange):
         if out is None:
             return None
         turn = self._turns[step]
-        pushed = self.transport.pushed[turn % 2]
+        pushed = self.transport.pushed[turn % self.transport.slots]
         if pushed is not None:
             self.transport.engine.current().after(pushed)
         return self.transport.outgoing.take(turn, out.nbytes)
@@ -370,13 +377,14 @@ class PullExchange(Exchange):
         lane = transport.push
         lane.after(transport.engine.current().record())
         self._wait(lane, Flag.PUBLISHED, out.peer, self.call + 1, "arrival in the call", step)
+        assert out.index < transport.world - 1, "contributions of different ranks"
         if out.index >= 2:
             free = f"free slot for contribution {out.index}"
             self._wait(lane, Flag.RELEASED, out.peer, stamp(self.call, out.index - 2), free, step)
         inbox = transport.arena.inbox(out.peer, out.index)[: out.nbytes]
         lane.copy(inbox, transport.outgoing.take(turn, out.nbytes))
         transport.signals.set(lane, Flag.DELIVERED, [out.peer], stamp(self.call, out.index))
-        transport.pushed[turn % 2] = lane.record()
+        transport.pushed[turn % transport.slots] = lane.record()
 
     def contributions(self, step: int) -> Iterator[Contribution]:
         given = self._step(step).grad_in
