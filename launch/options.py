@@ -84,7 +84,7 @@ class Options:
     trace: str | None
     seed: int
     timeout: float
-    repeat: int
+    repeat: int | None
 
 
 def typed(parse: Callable[[str], object], at_least: int | None = None) -> Callable[[str], object]:
@@ -180,7 +180,10 @@ def ring_parser(prog: str = "ring.py", epilog: str = EPILOG) -> Parser:
     what.add_argument("--check", action="store_true", help="compare sampled rows with fp64")
     what.add_argument("--check-rows", type=count, default=32, metavar="N", help="rows to sample")
     what.add_argument(
-        "--repeat", type=count, default=1, metavar="N", help="report the fastest of N"
+        "--repeat",
+        type=count,
+        metavar="N",
+        help="report the fastest of N (1; on a GPU 2: the first one compiles kernels)",
     )
     what.add_argument("--json", metavar="FILE", help="results as JSON ('-': standard output)")
     what.add_argument(

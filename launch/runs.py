@@ -1,6 +1,7 @@
 """One rank's run: inputs, forward, backward, transfers alone, check, output file, report.
 
-    time        wall time of the slowest rank, from a barrier on; the fastest of --repeat
+    time        wall time of the slowest rank, from a barrier on; the fastest of --repeat (on a GPU
+                of 2 by default: the first call compiles kernels and gets its memory)
     TFLOP/s     allowed pairs x heads x 2 (dk + dv), backward 2.5 times that, of all ranks together
     moved       bytes that ranks read from others, dK/dV included
     K/V         those of K and V among them, and their share of what bf16 would take
@@ -192,8 +193,9 @@ class _Measure:
         work, peers, on_host = self.work, self.peers, ring.context.device.type == "cpu"
         total = own_pairs(ring)
         best, waited = float("inf"), 0.0
-        for attempt in range(self.options.repeat):
-            what = name if self.options.repeat == 1 else f"{name} {attempt + 1}"
+        repeat = self.options.repeat or (1 if on_host else 2)
+        for attempt in range(repeat):
+            what = name if repeat == 1 else f"{name} {attempt + 1}"
             progress = Progress(self.console, what, total)
             # On a GPU calls return before they have computed; there is nothing to pace.
             paced = replace(ring, kernel=Paced(ring.kernel, progress.add)) if on_host else ring
