@@ -154,11 +154,13 @@ class Merge:
         ]
         loaded = self._load(units, state, partials, acc_s, row_h)
         cute.arch.sync_threads()
-        merged = self._merge(loaded)
-        if spec.final:
-            self._finalise(units, merged, result, out_s, row_h)
-        else:
-            self._store(units, merged, state, acc_s, row_h)
+        # Run by run: merged all before the first is stored, they would be merged between the loads.
+        for unit, (old, new) in zip(units, loaded, strict=True):
+            merged = self._merge(old, new)
+            if spec.final:
+                self._finalise(unit, merged, result, out_s, row_h)
+            else:
+                self._store(unit, merged, state, acc_s, row_h)
 
     def _units(
         self, thread: Any, block: Any, head_block: Any, tokens: Any, heads: Any
@@ -213,56 +215,63 @@ class Merge:
             loaded.append((old, new))
         return loaded
 
-    def _merge(self, loaded: list[Any]) -> list[tuple[list[Any], Any, Any]]:
-        """(acc, max, sum) of each run."""
-        merged = []
-        for old, new in loaded:
-            top = Float32(-float("inf"))
-            for _, lse in new:
-                top = dev.maximum(top, lse)
-            if old is not None:
-                top = dev.maximum(top, old[1])
-            # Both -inf: every weight is e^(-inf - 0) = 0.
-            safe = dev.select(dev.is_negative_infinity(top), Float32(0.0), top)
-            if old is None:
-                values, total = [Float32(0.0)] * RUN, Float32(0.0)
-            else:
-                weight = dev.exp(old[1] - safe)
-                values = [dev.multiply(x, weight) for x in old[0]]
-                total = dev.multiply(old[2], weight)
-            for words, lse in new:
-                dead = dev.is_negative_infinity(lse)
-                weight = dev.exp(lse - safe)
-                total = total + weight
-                for n, x in enumerate(dev.unpack(words, self.spec.dtype)):
-                    live = dev.select(dead, Float32(0.0), x)
-                    values[n] = dev.fused_multiply_add(live, weight, values[n])
-            merged.append((values, top, total))
-        return merged
+    def _merge(self, old: Any, new: list[Any]) -> tuple[list[Any], Any, Any]:
+        """(acc, max, sum) of a run; ``old`` and ``new`` as :meth:`_load` has them."""
+        top = Float32(-float("inf"))
+        for _, lse in new:
+            top = dev.maximum(top, lse)
+        if old is not None:
+            top = dev.maximum(top, old[1])
+        # Both -inf: every weight is e^(-inf - 0) = 0.
+        safe = dev.select(dev.is_negative_infinity(top), Float32(0.0), top)
+        if old is None:
+            values, total = [Float32(0.0)] * RUN, Float32(0.0)
+        else:
+            weight = dev.exp(old[1] - safe)
+            values = [dev.multiply(x, weight) for x in old[0]]
+            total = dev.multiply(old[2], weight)
+        for words, lse in new:
+            dead = dev.is_negative_infinity(lse)
+            weight = dev.exp(lse - safe)
+            total = total + weight
+            for n, x in enumerate(dev.unpack(words, self.spec.dtype)):
+                live = dev.select(dead, Float32(0.0), x)
+                values[n] = dev.fused_multiply_add(live, weight, values[n])
+        return values, top, total
 
     def _store(
-        self, units: list[Any], merged: list[Any], state: tuple[Any, ...], acc_s: Any, row_h: Any
+        self,
+        unit: tuple[Any, ...],
+        merged: tuple[list[Any], Any, Any],
+        state: tuple[Any, ...],
+        acc_s: Any,
+        row_h: Any,
     ) -> None:
+        (token, head, run, exists), (values, top, total) = unit, merged
         acc, max, sum = state
-        for (token, head, run, exists), (values, top, total) in zip(units, merged, strict=True):
-            at = acc + token * acc_s + (head * (4 * self.spec.dv) + run * (4 * RUN))
-            dev.store(at, dev.pack(values, "fp32"), exists)
-            row = head * row_h + token * Int64(4)
-            owner = exists & dev.equal(run, Int32(0))
-            dev.store(max + row, [dev.bits(top)], owner)
-            dev.store(sum + row, [dev.bits(total)], owner)
+        at = acc + token * acc_s + (head * (4 * self.spec.dv) + run * (4 * RUN))
+        dev.store(at, dev.pack(values, "fp32"), exists)
+        row = head * row_h + token * Int64(4)
+        owner = exists & dev.equal(run, Int32(0))
+        dev.store(max + row, [dev.bits(top)], owner)
+        dev.store(sum + row, [dev.bits(total)], owner)
 
     def _finalise(
-        self, units: list[Any], merged: list[Any], result: tuple[Any, ...], out_s: Any, row_h: Any
+        self,
+        unit: tuple[Any, ...],
+        merged: tuple[list[Any], Any, Any],
+        result: tuple[Any, ...],
+        out_s: Any,
+        row_h: Any,
     ) -> None:
+        (token, head, run, exists), (values, top, total) = unit, merged
         out, lse = result
         size = 4 if self.spec.dtype == "fp32" else 2
-        for (token, head, run, exists), (values, top, total) in zip(units, merged, strict=True):
-            nothing = dev.equal(dev.bits(total), Int32(0))
-            inverse = dev.reciprocal(dev.select(nothing, Float32(1.0), total))
-            line = [dev.multiply(x, inverse) for x in values]
-            at = out + token * out_s + (head * (size * self.spec.dv) + run * (size * RUN))
-            dev.store(at, dev.pack(line, self.spec.dtype), exists)
-            row = lse + head * row_h + token * Int64(4)
-            whole = top + dev.log(total)
-            dev.store(row, [dev.bits(whole)], exists & dev.equal(run, Int32(0)))
+        nothing = dev.equal(dev.bits(total), Int32(0))
+        inverse = dev.reciprocal(dev.select(nothing, Float32(1.0), total))
+        line = [dev.multiply(x, inverse) for x in values]
+        at = out + token * out_s + (head * (size * self.spec.dv) + run * (size * RUN))
+        dev.store(at, dev.pack(line, self.spec.dtype), exists)
+        row = lse + head * row_h + token * Int64(4)
+        whole = top + dev.log(total)
+        dev.store(row, [dev.bits(whole)], exists & dev.equal(run, Int32(0)))
