@@ -19,6 +19,7 @@ from fake_streams import Done, HostLane, event_transport
 from transport_contract import LONG_S
 
 from ringfa4 import ContextParallel
+from ringfa4.comm.cuda_local import EventSignals, SharedSpace
 from ringfa4.comm.interface import Control
 from ringfa4.comm.local import LocalControl, LocalTransport, LocalWorld, run_ranks
 from ringfa4.comm.turn import Turn
@@ -182,6 +183,19 @@ def test_an_agreement_ends_when_a_peer_fails() -> None:
             assert (told.value.rank, told.value.awaited) == (2, 1)
 
     in_turn(3, rank)
+
+
+def test_a_call_begins_at_once_with_the_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = SharedSpace(LocalWorld(2, LONG_S))
+    signals = EventSignals(space, 0)
+    assert space.turn.take(0, 0.0)
+
+    def never(*arguments: object) -> bool:
+        raise AssertionError("it waits for what it has")
+
+    monkeypatch.setattr(space.turn, "take", never)
+    signals.begin()
+    assert space.turn.holder == 0
 
 
 # ---- the executor -------------------------------------------------------------------------------
