@@ -129,8 +129,15 @@ class CudaAtenKernel(NativeKernel):
         return out[..., : v.shape[-1]], lse
 
     def differentiate(
-        self, box: Band, scale: float, rows: Rows, k: Tensor, v: Tensor
+        self,
+        box: Band,
+        scale: float,
+        rows: Rows,
+        k: Tensor,
+        v: Tensor,
+        into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        assert into is None, "PyTorch's operators make their results themselves"
         if _for_cudnn(box, k, v) and not torch.are_deterministic_algorithms_enabled():
             dq, dk, dv = _differentiate_cudnn(box, scale, rows, k, v)
         else:

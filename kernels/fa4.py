@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ringfa4.errors import MissingLibraryError
 from ringfa4.kernels.interface import KernelSpec
-from ringfa4.kernels.native import NativeKernel, Rows, narrowed, padded, window
+from ringfa4.kernels.native import NativeKernel, Rows, is_aligned, narrowed, padded, window
 from ringfa4.mask import Band
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -49,6 +49,7 @@ class Fa4Kernel(NativeKernel):
 
     name = "fa4"
     deterministic = True
+    writes_in_place = True
 
     def __init__(self) -> None:
         try:
@@ -96,12 +97,19 @@ class Fa4Kernel(NativeKernel):
         return narrowed(out, given), lse
 
     def differentiate(
-        self, box: Band, scale: float, rows: Rows, k: Tensor, v: Tensor
+        self,
+        box: Band,
+        scale: float,
+        rows: Rows,
+        k: Tensor,
+        v: Tensor,
+        into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         given = k.shape[-1], v.shape[-1]
         dk, dv = widths(rows.q, k, v, backward=True)
         q, k = (padded(x, dk) for x in (rows.q, k))
         v, out, dout = (padded(x, dv) for x in (v, rows.out, rows.dout))
+        itself = into is not None and (dk, dv) == given and all(map(is_aligned, into))
         with _LAUNCH:
             grad_q, grad_k, grad_v = self._library._flash_attn_bwd(
                 q,
@@ -113,9 +121,18 @@ class Fa4Kernel(NativeKernel):
                 softmax_scale=scale,
                 dlse=rows.dlse,
                 deterministic=self.deterministic,
+                dk=into[0] if into is not None and itself else None,
+                dv=into[1] if into is not None and itself else None,
                 **_mask(box),
             )
-        return narrowed(grad_q, given[0]), narrowed(grad_k, given[0]), narrowed(grad_v, given[1])
+        grad_q, grad_k = (narrowed(x, given[0]) for x in (grad_q, grad_k))
+        grad_v = narrowed(grad_v, given[1])
+        if into is None:
+            return grad_q, grad_k, grad_v
+        if not itself:
+            for place, grad in zip(into, (grad_k, grad_v), strict=True):
+                place.copy_(grad)
+        return grad_q, *into
 
 
 class NondeterministicFa4Kernel(Fa4Kernel):

@@ -253,6 +253,9 @@ class NativeKernel(BlockKernel):
 
     most_elements: int | None = None
 
+    writes_in_place: bool = False
+    """Whether :meth:`differentiate` can be told where dK and dV go."""
+
     @abstractmethod
     def attend(
         self, box: Band, scale: float, q: Tensor, k: Tensor, v: Tensor
@@ -261,9 +264,19 @@ class NativeKernel(BlockKernel):
 
     @abstractmethod
     def differentiate(
-        self, box: Band, scale: float, rows: Rows, k: Tensor, v: Tensor
+        self,
+        box: Band,
+        scale: float,
+        rows: Rows,
+        k: Tensor,
+        v: Tensor,
+        into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK, dV of a band that starts at (0, 0), in any dtype."""
+        """dQ, dK, dV of a band that starts at (0, 0), in any dtype.
+
+        ``into``: where dK and dV, of the shapes of k and v, are to be; then it is these that are
+        returned. Never given unless :attr:`writes_in_place`.
+        """
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """bf16, as the libraries return them, for bf16. fp16 lacks the range: a step may add up
@@ -315,16 +328,19 @@ class NativeKernel(BlockKernel):
         for call in self._calls(queries, shard, tasks):
             batch, rows, box, k, v = call.batch, call.rows, call.box, call.k, call.v
             own = queries.operands(batch, rows, quiet=masks_pairs(box))
+            place = grads.place_dkv(call.row, call.keys, k.dtype) if self.writes_in_place else None
+            more = () if place is None else (place,)
             if masks_pairs(box):
                 k, bad_k = guarded(k, None, zero_found=True)
                 v, _ = guarded(v, None, zero_found=True)  # who sees such a V has an out like it
-                dq, dk, dv = results = self.differentiate(box, scale, own, k, v)
+                dq, dk, dv = results = self.differentiate(box, scale, own, k, v, *more)
                 spoils = queries.spoils[batch, :, rows], queries.spoils_dv[batch, :, rows]
                 _spoil(box, results, spoils, bad_k)
             else:
-                dq, dk, dv = self.differentiate(box, scale, own, aligned(k), aligned(v))
+                dq, dk, dv = self.differentiate(box, scale, own, aligned(k), aligned(v), *more)
             grads.add_dq(call.row, rows, dq)
-            grads.add_dkv_of(call.row, call.keys, dk, dv)
+            if place is None:
+                grads.add_dkv_of(call.row, call.keys, dk, dv)
 
     @cached_property
     def _outlines(self) -> _Outlines:
@@ -456,13 +472,18 @@ def window(box: Band) -> tuple[int | None, int | None]:
     return left, right
 
 
-def aligned(x: Tensor) -> Tensor:
-    """``x`` if its rows can be read 16 bytes at a time, else a contiguous copy."""
+def is_aligned(x: Tensor) -> bool:
+    """Whether the rows of ``x`` can be read or written 16 bytes at a time."""
     *outer, last = x.stride()
     bits = x.data_ptr()
     for stride in outer:
         bits |= stride * x.itemsize  # of a power of two all are multiples, or a low bit is set
-    return x if last == 1 and not bits % 16 else x.contiguous()
+    return last == 1 and not bits % 16
+
+
+def aligned(x: Tensor) -> Tensor:
+    """``x`` if its rows can be read 16 bytes at a time, else a contiguous copy."""
+    return x if is_aligned(x) else x.contiguous()
 
 
 def narrowed(x: Tensor, width: int) -> Tensor:

@@ -3,7 +3,8 @@
     dQ of the local queries       <- sum over the steps of a call
     dK/dV of a step's records     <- sum over the step's tasks, in the place it is sent from
 
-A row is assigned by what reaches it first and added to after that (:mod:`ringfa4.written`).
+A row is assigned by what reaches it first and added to after that (:mod:`ringfa4.written`). What is
+assigned to rows that travel may be written there by the kernel itself (:meth:`Grads.place_dkv`).
 """
 
 from __future__ import annotations
@@ -74,6 +75,38 @@ class Grads:
         """As :meth:`add_dkv` for several ranges (chunk, k0, k1) that follow one another in dk and
         dv. Those that do so in the records as well are added at once.
         """
+        rows = self._runs(keys)
+        at, every = 0, slice(0, dk.shape[0])
+        for row, count in rows:
+            new = (_part(x, every, at, at + count) for x in (dk, dv))
+            self._add_rows(batch, row, *new)
+            at += count
+
+    def place_dkv(
+        self, batch: int | None, keys: Sequence[tuple[int, int, int]], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor] | None:
+        """Where a kernel that has dK and dV of these ranges in ``dtype`` may write them itself, in
+        place of :meth:`add_dkv_of`: dk, dv (b', n, heads_kv, dk or dv), strided, undefined.
+
+        None where that is not the same: rows that do not follow one another, that hold something
+        already, or that are not in that dtype. Who is given a place must fill it.
+        """
+        kv, runs = self._kv, self._runs(keys)
+        assert kv is not None, "begin() comes first"
+        if len(runs) != 1 or kv.geometry.dtype != dtype:
+            return None
+        (row, count), size = runs[0], kv.geometry.batch
+        each = range(size) if batch is None else (batch,)
+        if any(self._kv_written.gaps(i, row, row + count) != [(row, row + count)] for i in each):
+            return None
+        for i in each:
+            self._kv_written.claim(i, row, row + count)
+        into = slice(each[0], each[-1] + 1)
+        dk, dv = (_part(x, into, 0, count) for x in kv.packed_rows(row, count))
+        return dk, dv
+
+    def _runs(self, keys: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
+        """Packed rows of the ranges (chunk, k0, k1): (first, how many), neighbours joined."""
         assert self._kv is not None, "begin() comes first"
         rows: list[tuple[int, int]] = []
         for chunk, k0, k1 in keys:
@@ -81,11 +114,7 @@ class Grads:
             if rows and sum(rows[-1]) == row:
                 row, count = rows[-1][0], rows.pop()[1] + count
             rows.append((row, count))
-        at, every = 0, slice(0, dk.shape[0])
-        for row, count in rows:
-            new = (_part(x, every, at, at + count) for x in (dk, dv))
-            self._add_rows(batch, row, *new)
-            at += count
+        return rows
 
     def _add_rows(self, batch: int | None, row: int, dk: Tensor, dv: Tensor) -> None:
         """Add dk, dv into packed rows from ``row`` on."""

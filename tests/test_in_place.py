@@ -1,0 +1,177 @@
+"""Kernels that write dK and dV where they travel from give the bits of those that return them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rings import Case, run
+from test_contributions import ONE_TASK_A_ROW, SEVERAL, several
+from test_native import Library
+from torch import Tensor
+
+import ringfa4.problem
+from ringfa4.grads import Grads
+from ringfa4.kernels.choose import Choice
+from ringfa4.kernels.interface import BlockKernel
+from ringfa4.kernels.native import Rows
+from ringfa4.mask import Band
+from ringfa4.shard import Chunk, Shard
+from ringfa4.wire import PLAIN, Geometry, PlainShard, RecordMap
+
+BF16 = torch.bfloat16
+
+
+class Rounding(Library):
+    """Returns dK and dV in the dtype of its inputs, as libraries do."""
+
+    def differentiate(self, *operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *_, k, v = operands
+        dq, dk, dv = super().differentiate(*operands)
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+class InPlace(Rounding):
+    """Writes them where it is told to; ``placed`` counts how often it was."""
+
+    writes_in_place = True
+
+    def __init__(self) -> None:
+        self.placed = 0
+
+    def differentiate(
+        self,
+        box: Band,
+        scale: float,
+        rows: Rows,
+        k: Tensor,
+        v: Tensor,
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = super().differentiate(box, scale, rows, k, v)
+        if into is None:
+            return dq, dk, dv
+        self.placed += 1
+        for place, grad in zip(into, (dk, dv), strict=True):
+            assert place.dtype == grad.dtype and place.shape == grad.shape
+            place.copy_(grad)
+        return dq, *into
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[BlockKernel], None]]:
+    """Call it with the kernel that every problem is to take."""
+
+    def take(kernel: BlockKernel) -> None:
+        monkeypatch.setattr(
+            ringfa4.problem, "choose_kernel", lambda asked, spec: Choice(kernel, "double")
+        )
+
+    return take
+
+
+class Spoilt(Case):
+    """A key that is NaN; who must not see it must not get it."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        drawn = super().tensors()
+        drawn["k"][:, 7, 1, 3] = torch.nan
+        return drawn
+
+
+CASES = {**ONE_TASK_A_ROW, **{f"several, {name}": several(name, None) for name in SEVERAL}}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("spoilt", [False, True], ids=["", "NaN in K"])
+def test_in_place_and_copied_are_the_same(
+    name: str, spoilt: bool, chosen: Callable[[BlockKernel], None]
+) -> None:
+    case: Case = replace(CASES[name], heads=(4, 2), dtype=BF16, dlse=True, sink=True)
+    if spoilt:
+        case = Spoilt(**vars(case))
+    chosen(Rounding())
+    want = run(case)
+    kernel = InPlace()
+    chosen(kernel)
+    got = run(case)
+    assert kernel.placed > 0
+    for n in want:
+        assert torch.equal(got[n].nan_to_num(7.0), want[n].nan_to_num(7.0)), n
+
+
+Range = tuple[int | None, int, int, int]
+"""(batch row or all, chunk, k0, k1)"""
+
+
+@given(
+    ranges=st.lists(
+        st.tuples(
+            st.none() | st.integers(0, 1),
+            st.integers(0, 1),
+            st.integers(0, 99),
+            st.integers(1, 100),
+        ),
+        max_size=6,
+    )
+)
+def test_a_place_is_given_where_nothing_is_lost(ranges: list[Range]) -> None:
+    """In any order of ranges, some of which overlap, with and without batch rows."""
+    shard = Shard((Chunk(0, 100), Chunk(500, 64)))
+    geometry = Geometry(2, 1, 16, 8, BF16)
+    generator = torch.Generator().manual_seed(0)
+
+    def sums(places: bool) -> list[Tensor]:
+        generator.manual_seed(len(ranges))
+        size = shard.records * PLAIN[BF16].record_bytes(geometry, "backward")
+        buffer = torch.full((size,), 0xFF, dtype=torch.uint8)
+        kv = PLAIN[BF16].view(geometry, RecordMap.whole(shard), buffer, "backward")
+        assert isinstance(kv, PlainShard)
+        grads = Grads(2, 4, 1, 16, device=torch.device("cpu"))
+        grads.begin(kv)
+        for batch, chunk, k0, count in ranges:
+            k1 = min(k0 + count, shard.chunks[chunk].count)
+            if k0 >= k1:
+                continue
+            keys = [(chunk, k0, k1)]
+            rows = 2 if batch is None else 1
+            given = [
+                torch.randn(rows, k1 - k0, 1, d, generator=generator).to(BF16) for d in (16, 8)
+            ]
+            place = grads.place_dkv(batch, keys, BF16) if places else None
+            if place is None:
+                grads.add_dkv_of(batch, keys, given[0], given[1])
+                continue
+            for to, x in zip(place, given, strict=True):
+                assert bool(to.isnan().all()), "nothing was there"
+                to.copy_(x)
+        grads.end()
+        return [
+            x for c, chunk in enumerate(shard.chunks) for x in kv.keys_values(c, 0, chunk.count)
+        ]
+
+    for one, other in zip(sums(True), sums(False), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_no_place_is_given_in_another_dtype_or_for_rows_apart() -> None:
+    shard = Shard((Chunk(0, 100), Chunk(500, 64)))
+    for dtype, keys, want in (
+        (BF16, [(0, 0, 64)], True),
+        (BF16, [(0, 0, 100), (1, 0, 64)], False),  # padding between
+        (torch.float16, [(0, 0, 64)], False),
+    ):
+        geometry = Geometry(1, 1, 16, 8, BF16)
+        size = shard.records * PLAIN[BF16].record_bytes(geometry, "backward")
+        kv = PLAIN[BF16].view(
+            geometry, RecordMap.whole(shard), torch.empty(size, dtype=torch.uint8), "backward"
+        )
+        assert isinstance(kv, PlainShard)
+        grads = Grads(1, 4, 1, 16, device=torch.device("cpu"))
+        grads.begin(kv)
+        assert (grads.place_dkv(None, keys, dtype) is not None) == want
