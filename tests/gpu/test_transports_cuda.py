@@ -200,4 +200,4 @@ def test_two_hundred_transports_keep_memory_flat(transport: str) -> None:
     for lines in told:
         assert [line.error for line in lines] == [None] * 200
         free = [line.free_bytes for line in lines]
-        assert free[-1] == free[10], free
+        assert free[-1] >= free[10], free
