@@ -33,20 +33,25 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where a rank sits. ``fabric`` names its NVLink domain, None when there is none known."""
+    """Where a rank sits. ``fabric`` names its NVLink domain, None when there is none known;
+    ``connections`` is what CUDA_DEVICE_MAX_CONNECTIONS says where waits for peers can take all
+    hardware queues of the process, None where they cannot.
+    """
 
     host: str
     boot: str
     gpu: str
     fabric: str | None
     mps: bool
+    connections: str | None = None
 
 
 def seat_of(device: torch.device) -> Seat:
     """Where this process sits, computing on ``device``."""
     boot = _BOOT.read_text().strip() if _BOOT.exists() else platform.node()
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return Seat(platform.node(), boot, gpu, _fabric(gpu), mps_is_on())
+    given = None if queue_left(device) else os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset")
+    return Seat(platform.node(), boot, gpu, _fabric(gpu), mps_is_on(), given)
 
 
 def mps_is_on() -> bool:
@@ -76,8 +81,16 @@ def _fabric(gpu: str) -> str | None:
 
 
 def objection(seats: list[Seat], rank: int, *, several_on_one_gpu: bool) -> str | None:
-    """Why rank ``rank`` cannot address some other rank's memory, None when it can."""
+    """Why rank ``rank`` cannot address some other rank's memory and wait for it, None when it
+    can.
+    """
     mine = seats[rank]
+    if mine.connections is not None and len(seats) > 1:
+        return (
+            f"rank {rank} could not end its waits for a lost peer: {WAITING_LANES} streams that "
+            f"wait leave it no hardware queue of the GPU; set CUDA_DEVICE_MAX_CONNECTIONS to 8 or "
+            f"more before CUDA starts (it is {mine.connections}; MPS gives 2 where it is unset)"
+        )
     visible = {
         str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())
     }
@@ -106,16 +119,6 @@ def objection(seats: list[Seat], rank: int, *, several_on_one_gpu: bool) -> str 
     return None
 
 
-def no_queue() -> str:
-    """What is wrong when waits can take all hardware queues of this process."""
-    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
-    return (
-        f"waits for a lost peer could not be ended: {WAITING_LANES} streams that wait leave no "
-        f"hardware queue of the GPU to this process; set CUDA_DEVICE_MAX_CONNECTIONS to 8 or more "
-        f"before CUDA starts (now: {given}; MPS gives 2 unless it is set)"
-    )
-
-
 def require_reachable(
     control: Control,
     device: torch.device,
@@ -132,8 +135,6 @@ def require_reachable(
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         obstacle = f"it moves CUDA tensors, and this rank computes on {device}"
-    if missing is None and obstacle is None and control.world > 1 and not queue_left(device):
-        obstacle = no_queue()
     seat = seat_of(device) if missing is None and obstacle is None else None
     said = _everybody(
         control,

@@ -63,22 +63,20 @@ def test_ranks_whose_waits_could_take_all_queues_are_told_before_anything_moves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One of them is enough, and all hear the same."""
+    seats = [HERE, replace(HERE, gpu="2", connections="1"), replace(HERE, gpu="3")]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(reach, "seat_of", lambda device: HERE)
-    monkeypatch.setattr(reach, "queue_left", lambda device: device.index != 1)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setattr(reach, "seat_of", lambda device: seats[device.index])
 
     def main(rank: int, transport: Transport, control: Control) -> str:
         with pytest.raises(ValueError) as caught:
-            require_reachable(control, torch.device("cuda", rank), "any", several_on_one_gpu=True)
+            require_reachable(control, torch.device("cuda", rank), "any")
         return str(caught.value)
 
     said = run_ranks(3, main)
     assert len(set(said)) == 1
-    for part in ("rank 1", "CUDA_DEVICE_MAX_CONNECTIONS", "now: 1", "MPS"):
+    for part in ("rank 1", "CUDA_DEVICE_MAX_CONNECTIONS", "it is 1", "MPS"):
         assert part in said[0]
-    alone = SoloControl(1.0)  # who waits for nobody needs no queue
-    require_reachable(alone, torch.device("cuda", 1), "any")
+    assert objection(seats[1:2], 0, several_on_one_gpu=False) is None, "it waits for nobody"
 
 
 @pytest.mark.parametrize("name", sorted(set(TRANSPORTS) - {"torch_p2p"}))
