@@ -28,7 +28,7 @@ test: $(INSTALLED)
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
 
-# On a machine with a GPU, and on one with several (between them): tests, rates, one million tokens; 8 minutes each.
+# On a machine with a GPU, and on one with several (between them): tests, rates, one million tokens; 9 minutes each.
 gpu: $(INSTALLED)
 	$(BIN)/python launch/gpu_session.py --out build/gpu1 --gpus 1
 
