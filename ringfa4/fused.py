@@ -1,4 +1,4 @@
-"""One door to the fused GPU kernels, for the state and the wires.
+"""One door to the fused GPU kernels, for the state, the gradients and the wires.
 
 ``fused(device)`` is the module :mod:`ringfa4.kernels.cute.host`, or None where it cannot run: on
 CPUs, before SM80, or without the CuTe DSL. Callers then compute the same with PyTorch's operators;
@@ -12,6 +12,7 @@ from functools import lru_cache
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 
 @lru_cache(maxsize=64)
@@ -22,6 +23,18 @@ def fused(device: torch.device) -> ModuleType | None:
     from ringfa4.kernels.cute import host
 
     return host if host.unavailable(device) is None else None
+
+
+def assign(into: Tensor, x: Tensor) -> None:
+    """Copy x (b, n, h, d), rounded to ``into``'s dtype where it is another.
+
+    Rows lie in records with others between them: PyTorch's copy takes several times as long there.
+    """
+    kernels = fused(into.device)
+    if kernels is not None and kernels.accumulates(into, x, first=True):
+        kernels.accumulate(into, x, first=True)
+    else:
+        into.copy_(x)
 
 
 def why_not(device: torch.device) -> str | None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ringfa4.fused import fused
+from ringfa4.fused import assign, fused
 from ringfa4.wire import PLAIN, PlainShard
 from ringfa4.written import Written, claims
 
@@ -192,10 +192,11 @@ def _part(x: Tensor, batch: slice, start: int, stop: int) -> Tensor:
 
 def add_into(into: Tensor, value: Tensor, seen: bool = True) -> None:
     """Add ``value`` (b, n, h, d) into a sum, or assign it where nothing was written yet."""
+    if not seen:
+        assign(into, value)
+        return
     kernels = fused(into.device)
-    if kernels is not None and kernels.accumulates(into, value, first=not seen):
-        kernels.accumulate(into, value, first=not seen)
-    elif seen:
-        into.add_(value)
+    if kernels is not None and kernels.accumulates(into, value, first=False):
+        kernels.accumulate(into, value, first=False)
     else:
-        into.copy_(value)
+        into.add_(value)

@@ -29,6 +29,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ringfa4.fused import assign
 from ringfa4.mask import Mask
 from ringfa4.plan import RecordRange
 from ringfa4.shard import RECORD, Shard
@@ -229,7 +230,7 @@ class PlainWire(WireFormat):
         for first, row, count, padding in shard.runs:
             into = encoded.packed_rows(row, count)
             for to, x in zip(into, (k, v), strict=True):
-                to.copy_(x if count == x.shape[1] else x[:, first : first + count])
+                assign(to, x if count == x.shape[1] else x[:, first : first + count])
             if padding:
                 for pad in encoded.packed_rows(row + count, padding):
                     pad.zero_()

@@ -22,7 +22,7 @@ from ringfa4.mx.wire import MXFP8, MXFP8_1X32, MxWire
 from ringfa4.shard import Chunk, Shard
 from ringfa4.state import State
 from ringfa4.testing.compare import compare
-from ringfa4.wire import Geometry, RecordMap
+from ringfa4.wire import PLAIN, Geometry, RecordMap
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIRES = pytest.mark.parametrize("wire", [MXFP8, MXFP8_1X32], ids=lambda w: w.name)
@@ -340,6 +340,29 @@ class CuteContract:
         assert host.accumulates(into, part, first=False) == (dtype == torch.float32)
         with self.running():
             host.accumulate(into, part, first=True)
+        assert torch.equal(got.cpu(), want)
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("heads, dk, dv", [(2, 128, 64), (3, 40, 8), (1, 4, 6)])
+    def test_records_as_they_are_are_those_of_the_operators(
+        self, heads: int, dk: int, dv: int, dtype: torch.dtype
+    ) -> None:
+        """Every bit, padding too, from tensors with other strides; rows of 8 or 12 bytes are left
+        to the operators.
+        """
+        own = Shard((Chunk(0, 130), Chunk(256, 64)))
+        generator = torch.Generator().manual_seed(dk)
+        k, v = (
+            torch.randn(194, 2, heads, d, generator=generator).to(dtype).transpose(0, 1)
+            for d in (dk, dv)
+        )
+        geometry, wire = Geometry(2, heads, dk, dv, dtype), PLAIN[dtype]
+        size = own.records * wire.record_bytes(geometry, "forward")
+        want = torch.full((size,), 0xFF, dtype=torch.uint8)
+        got = want.to(self.device)
+        wire.encode(k, v, own, want, "forward")
+        with self.running():
+            wire.encode(k.to(self.device), v.to(self.device), own, got, "forward")
         assert torch.equal(got.cpu(), want)
 
     # ---- rows that are not finite --------------------------------------------------------------
