@@ -6,7 +6,9 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,9 +20,10 @@ from gpu.processes import Job, check, mps, run_processes
 from ring_bodies import late_copies
 from test_transports import InThreads
 
+from ringfa4.comm import reach
 from ringfa4.comm.interface import Control, Transport
 from ringfa4.comm.local import run_ranks
-from ringfa4.comm.registry import open_transport
+from ringfa4.comm.registry import open_transport, transport_factory
 from ringfa4.errors import MissingLibraryError
 
 pytestmark = pytest.mark.gpu
@@ -156,6 +159,28 @@ def test_nvshmem_on_a_shared_gpu_asks_for_mps() -> None:
 def test_symm_mem_wants_a_gpu_for_every_rank() -> None:
     for line in (rank[0] for rank in run_processes("symm_mem", 2, [Job("messages")])):
         assert line.error == "ValueError" and "share a GPU" in line.message
+
+
+@pytest.mark.parametrize("name", ["symm_mem", pytest.param("nvshmem", marks=needs_nvshmem)])
+def test_ranks_in_different_nvlink_domains_are_told_so(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 43: real seats, but for hosts and fabrics, which one machine has one of."""
+    here, real = threading.local(), reach.seat_of
+
+    def seat_of(device: torch.device) -> reach.Seat:
+        return replace(real(device), boot=f"boot-{here.rank}", fabric=f"rack-{here.rank}/0")
+
+    monkeypatch.setattr(reach, "seat_of", seat_of)
+
+    def main(rank: int, transport: Transport, control: Control) -> str:
+        here.rank = rank
+        with pytest.raises(ValueError, match="NVLink domain") as caught:
+            transport_factory(name)(None, torch.device("cuda"), control)
+        return str(caught.value)
+
+    said = run_ranks(2, main, 60.0)  # threads of the host: nothing has been moved to a GPU
+    assert said[0] == said[1] and "fabric rack-0/0 and rack-1/0" in said[0]
 
 
 @pytest.mark.skipif(find_spec("nvshmem") is not None, reason="nvshmem4py is installed")
