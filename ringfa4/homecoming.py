@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ringfa4.comm.interface import Exchange
+from ringfa4.fused import assign
 from ringfa4.grads import add_into
 from ringfa4.plan import Step
 from ringfa4.shard import RECORD
@@ -149,6 +150,6 @@ class Sums:
         for first, row, count, _ in shard.runs:
             local = slice(first, first + count)
             keys, values = self.rows.packed_rows(row, count)
-            dk[:, local] = self.ring.precondition.key_gradient(keys)
-            dv[:, local] = values
+            assign(dk[:, local], self.ring.precondition.key_gradient(keys))
+            assign(dv[:, local], values)
         return dk, dv

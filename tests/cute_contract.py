@@ -342,6 +342,23 @@ class CuteContract:
             host.accumulate(into, part, first=True)
         assert torch.equal(got.cpu(), want)
 
+    @pytest.mark.parametrize("heads, d", [(3, 96), (8, 128), (1, 8)])
+    def test_sums_are_rounded_as_the_operators_round_them(self, heads: int, d: int) -> None:
+        """fp32 into bf16: halfway cases, infinities and NaN among them."""
+        generator = torch.Generator().manual_seed(d)
+        wide = torch.randn(131, 2, heads * (d + 8), generator=generator)
+        wide.view(torch.int32)[:, 0] &= -0x8000  # bits end in 1 or in zeros: many are halfway
+        wide[3, 0, :4] = torch.tensor([math.inf, -math.inf, math.nan, 3.4e38])
+        x = wide[..., : heads * d].unflatten(-1, (heads, d)).transpose(0, 1)
+        got = torch.zeros(2, 131, heads, d, dtype=torch.bfloat16, device=self.device)
+        part = x.to(self.device)
+        assert host.accumulates(got, part, first=True)
+        assert not host.accumulates(got, part, first=False)
+        assert not host.accumulates(got.half(), part, first=True), "fp16 would saturate"
+        with self.running():
+            host.accumulate(got, part, first=True)
+        assert torch.equal(got.cpu().float().nan_to_num(7.0), x.bfloat16().float().nan_to_num(7.0))
+
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("heads, dk, dv", [(2, 128, 64), (3, 40, 8), (1, 4, 6)])
     def test_records_as_they_are_are_those_of_the_operators(

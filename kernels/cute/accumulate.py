@@ -1,4 +1,5 @@
-"""Gradient sums: sum <- x, or sum <- sum + x, with x in the inputs' dtype and the sum in fp32.
+"""Gradient sums: sum <- x, or sum <- sum + x, with x in the inputs' dtype and the sum in fp32; also
+a sum rounded to bf16, where it is assigned.
 
 dQ sums lie token by token, dK and dV inside gradient records, so rows (token, head) have any
 strides; PyTorch's operators take three times as long on those. A thread handles UNITS runs of four
@@ -70,7 +71,7 @@ class Accumulate:
         tokens: Any, heads: Any, start: Any,
     ) -> None:  # fmt: skip
         spec = self.spec
-        size = 4 if spec.dtype == "fp32" else 2
+        size, width = (4 if dtype == "fp32" else 2 for dtype in (spec.dtype, spec.into))
         columns = spec.d // RUN
         loaded = []
         for n in range(UNITS):
@@ -78,7 +79,7 @@ class Accumulate:
             row, run = Int32(at // columns), Int32(at % columns)
             token, head = row // heads, row % heads
             exists = dev.less(token, tokens)
-            to = sum + token * sum_s + head * sum_h + run * Int64(4 * RUN)
+            to = sum + token * sum_s + head * sum_h + run * Int64(width * RUN)
             source = x + token * x_s + head * x_h + run * Int64(size * RUN)
             new = dev.load(source, RUN * size // 4, exists)
             old = None if spec.first else dev.load(to, RUN, exists)
@@ -88,4 +89,4 @@ class Accumulate:
             if old is not None:
                 before = dev.unpack(old, "fp32")
                 values = [a + b for a, b in zip(before, values, strict=True)]
-            dev.store(to, dev.pack(values, "fp32"), exists)
+            dev.store(to, dev.pack(values, spec.into), exists)

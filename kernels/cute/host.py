@@ -205,18 +205,22 @@ _merge_spec = lru_cache(maxsize=256)(MergeSpec.of)
 
 def accumulates(sum: Tensor, x: Tensor, *, first: bool) -> bool:
     """Whether :func:`accumulate` takes these."""
-    fits = sum.dtype == torch.float32 or (first and sum.dtype == x.dtype)
+    rounds = sum.dtype == torch.bfloat16 and x.dtype == torch.float32
+    fits = sum.dtype == torch.float32 or (first and (rounds or sum.dtype == x.dtype))
     return fits and takes(sum) and takes(x)
 
 
 def accumulate(sum: Tensor, x: Tensor, *, first: bool) -> None:
-    """x (b, n, h, d) into sum (b, n, h, d), fp32; ``first`` assigns, then also to x's own dtype."""
+    """x (b, n, h, d) into sum (b, n, h, d), fp32; ``first`` assigns, then also to x's own dtype, or
+    fp32 rounded to bf16.
+    """
     batch, tokens, heads, d = x.shape
-    dtype, size, into = DTYPES[x.dtype], x.element_size(), sum.element_size()
+    size, into = x.element_size(), sum.element_size()
     if first and sum.dtype == x.dtype:  # nothing is added: words of 32 bits, as they are
-        dtype, d = "fp32", d * size // 4
-    spec = AccumulateSpec(dtype, d, first)
-    blocks = -(-tokens * heads * (d // RUN) // (spec.THREADS * spec.UNITS))
+        spec = AccumulateSpec("fp32", d * size // 4, first)
+    else:
+        spec = AccumulateSpec(DTYPES[x.dtype], d, first, DTYPES[sum.dtype])
+    blocks = -(-tokens * heads * (spec.d // RUN) // (spec.THREADS * spec.UNITS))
     _launch(
         spec, x.device, (blocks, batch, 1),
         sum.data_ptr(), *(sum.stride(n) * into for n in (0, 1, 2)),

@@ -179,7 +179,9 @@ class FillSpec:
 
 @dataclass(frozen=True)
 class AccumulateSpec:
-    """``dtype`` of what is added, rows of ``d``; ``first``: the sum is assigned and not read."""
+    """``dtype`` of what is added, rows of ``d``; ``first``: the sum is assigned and not read, and
+    may be in ``into`` other than fp32.
+    """
 
     SIGNATURE: ClassVar[str] = "qqqqqqqqii"
     THREADS: ClassVar[int] = 256
@@ -188,3 +190,4 @@ class AccumulateSpec:
     dtype: str
     d: int
     first: bool
+    into: str = "fp32"
