@@ -275,22 +275,28 @@ def test_device_spans_are_put_on_the_hosts_clock(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.gpu
 def test_a_wait_on_the_device_is_seen_as_long_as_it_is() -> None:
-    """A side stream is busy for 40 ms or so, and the current one waits for it in a span."""
-    side, before = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
-    after = torch.cuda.Event(enable_timing=True)
+    """A side stream is busy for 40 ms or so, and the current one waits for it in a span.
+
+    Both begin behind 100 ms of the current stream's, by which the host has enqueued everything: on
+    a card that others use it may be held up in between.
+    """
+    here, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     recorder = DeviceRecorder()
+    torch.cuda._sleep(200_000_000)
+    before.record(here)
+    side.wait_event(before)
     with torch.cuda.stream(side):
-        before.record()
         torch.cuda._sleep(80_000_000)
         after.record()
     with recorder.span("wait", 1):
-        torch.cuda.current_stream().wait_event(after)
+        here.wait_event(after)
     with recorder.span("compute", 1):
         pass
     wait, compute = recorder.spans
     slept = 1e-3 * before.elapsed_time(after)
     assert (wait.kind, wait.step, compute.kind) == ("wait", 1, "compute")
-    assert 0.8 * slept < wait.seconds < 1.2 * slept, "but for what the host took in between"
+    assert 0.8 * slept < wait.seconds < 1.2 * slept, "events of two streams, one after the other"
     assert compute.seconds < 0.1 * slept and compute.start >= wait.stop
 
 
