@@ -250,3 +250,19 @@ def test_compiles(name: str, arch: str):
     assert ("e4m3x2" in ptx) == (arch != "sm_80" and isinstance(spec, EncodeSpec | DecodeSpec))
     if isinstance(spec, EncodeSpec | GuardSpec):
         assert "ld.global.L1::no_allocate.v4.b32" in ptx, "16 bytes a load"
+
+
+@needs_dsl
+@pytest.mark.parametrize("final", [False, True], ids=["", "final"])
+@pytest.mark.parametrize("partials", [1, 2, 4])
+def test_runs_are_merged_between_stores(partials: int, final: bool):
+    """Merged all before the first store, ptxas merges between the loads, and fewer are under way:
+    65 % of the bandwidth of a copy for four partials, measured on an H200.
+    """
+    from ringfa4.kernels.cute.compile import compile_kernel
+
+    ptx = compile_kernel(MergeSpec.of("bf16", 128, 8, partials, False, final), "sm_90a").ptx
+    lines = ptx.splitlines()
+    at = [n for n, line in enumerate(lines) if "fma.rn" in line or "mul.rn" in line]
+    first_store = next(n for n, line in enumerate(lines) if "st.global" in line)
+    assert sum(n > first_store for n in at) > len(at) / 2, "all but the first run's"

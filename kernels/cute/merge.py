@@ -10,8 +10,8 @@ is read and written once, a partial read once.
 
 A thread block owns TOKENS x HEADS whole rows, so that nobody else reads the max and sum it writes:
 all are loaded, the block synchronises, then they are written. Eight consecutive tokens share a
-32-byte sector of max, sum and lse, whose fast axis is the sequence. A thread handles UNITS runs of
-eight elements, all of them loaded before the first is used.
+32-byte sector of max, sum and lse, whose fast axis is the sequence. A thread handles ``units`` runs
+of four elements, all of them loaded before the first is used.
 """
 
 from __future__ import annotations
