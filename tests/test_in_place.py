@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_contract import KernelContract
 from rings import Case, run
 from test_contributions import ONE_TASK_A_ROW, SEVERAL, several
 from test_native import Library
@@ -18,6 +19,7 @@ from torch import Tensor
 import ringfa4.problem
 from ringfa4.grads import Grads
 from ringfa4.kernels.choose import Choice
+from ringfa4.kernels.fa4 import Fa4Kernel
 from ringfa4.kernels.interface import BlockKernel
 from ringfa4.kernels.native import Rows
 from ringfa4.mask import Band
@@ -61,6 +63,18 @@ class InPlace(Rounding):
             assert place.dtype == grad.dtype and place.shape == grad.shape
             place.copy_(grad)
         return dq, *into
+
+
+class TestInPlace(KernelContract):
+    """Among them: NaN that belongs into dK and dV is put where the kernel wrote them. In a ring the
+    own step, which is copied, spoils the same keys.
+    """
+
+    kernel = "library double"
+    dtypes = (BF16,)
+
+    def make(self) -> BlockKernel:
+        return InPlace()
 
 
 @pytest.fixture
@@ -175,3 +189,44 @@ def test_no_place_is_given_in_another_dtype_or_for_rows_apart() -> None:
         grads = Grads(1, 4, 1, 16, device=torch.device("cpu"))
         grads.begin(kv)
         assert (grads.place_dkv(None, keys, dtype) is not None) == want
+
+
+class _Fa4:
+    """The library's backward: checks what it is given as the real one does; ``given`` keeps it."""
+
+    def __init__(self) -> None:
+        self.given: list[bool] = []
+
+    def _flash_attn_bwd(
+        self, q: Tensor, k: Tensor, v: Tensor, *_: Tensor, dk: Any, dv: Any, **__: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self.given.append(dk is not None)
+        grads = []
+        for into, x in ((dk, k), (dv, v)):
+            to = torch.empty_like(x) if into is None else into
+            assert to.shape == x.shape and to.dtype == x.dtype
+            assert not to.data_ptr() % 16 and all(
+                s * to.itemsize % 16 == 0 for s in to.stride()[:3]
+            )
+            grads.append(to.copy_(x + 1))
+        return torch.zeros_like(q), grads[0], grads[1]
+
+
+@pytest.mark.parametrize(
+    ("d", "shift", "itself"),
+    [(64, 0, True), (64, 1, False), (40, 0, False)],
+    ids=["aligned", "off by 2 bytes", "padded to 64"],
+)
+def test_fa4_is_given_a_place_that_it_can_write(d: int, shift: int, itself: bool) -> None:
+    """Another is copied to; the bits are the same."""
+    kernel, library = Fa4Kernel.__new__(Fa4Kernel), _Fa4()
+    kernel._library = library
+    q, k, v = (torch.randn(1, 8, 1, d).to(BF16) for _ in range(3))
+    rows = Rows(q, q, q, torch.zeros(1, 1, 8), None)
+    memory = torch.zeros(8 * 2 * d + shift, dtype=BF16)[shift:].view(1, 8, 1, 2 * d)
+    place = memory[..., :d], memory[..., d:]
+    want = kernel.differentiate(Band(0, 8, 0, 8, None, None), 1.0, rows, k, v)
+    got = kernel.differentiate(Band(0, 8, 0, 8, None, None), 1.0, rows, k, v, place)
+    assert library.given == [False, itself]
+    assert got[1] is place[0] and got[2] is place[1]
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
