@@ -210,7 +210,8 @@ class LocalControl(Control):
         def take(seconds: float) -> None:
             turn.take(self.rank, min(seconds, TURN_POLL_S), lambda: len(said) == self.world)
 
-        take(0.0)
+        turn.give_up(self.rank)
+        take(TURN_POLL_S)  # also when all have spoken meanwhile: nobody leaves past who has it
         return self._all(said, take)
 
     def decline(self) -> None:

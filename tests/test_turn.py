@@ -44,7 +44,9 @@ def in_turn(ranks: int, fn: Callable[[int, LocalControl, Turn], Any]) -> list[An
 
 
 def until_waiting(turn: Turn, *ranks: int) -> None:
+    deadline = time.monotonic() + LONG_S
     while not turn._waiting.keys() >= set(ranks):
+        assert time.monotonic() < deadline, f"{ranks} do not wait"
         time.sleep(0.001)
 
 
@@ -89,6 +91,33 @@ def test_ranks_come_out_of_an_agreement_in_turn(patient: None) -> None:
 
     in_turn(4, rank)
     assert order == [2, 3, 0, 1]
+
+
+def test_who_is_passed_by_the_last_one_waits_for_the_turn(patient: None) -> None:
+    """Rank 1 comes last just when rank 0 has spoken and is about to sleep."""
+    spoken, held = threading.Event(), threading.Event()
+
+    def rank(number: int, control: LocalControl, turn: Turn) -> None:
+        if number == 1:
+            assert spoken.wait(LONG_S)
+            control.gather_to_open(b"")
+            held.set()
+            until_waiting(turn, 0)
+            control.decline()
+            return
+        say = control._say
+
+        def say_and_be_passed(message: bytes) -> dict[int, bytes]:
+            said = say(message)
+            spoken.set()
+            assert held.wait(LONG_S)
+            return said
+
+        control._say = say_and_be_passed  # type: ignore[method-assign]
+        control.gather_to_open(b"")
+        assert turn.holder == 0
+
+    in_turn(2, rank)
 
 
 def test_who_only_gathers_lets_those_go_who_want_the_turn(patient: None) -> None:
