@@ -20,8 +20,9 @@ One call (forward or backward of one attention) is one :class:`Exchange`:
             add c.view; c.release()
     ex.finish()
 
-The contributions of step t may be taken one step later, after send_grads(t + 1), so that they
-travel while step t + 1 computes; not later than that.
+The contributions of step t may be taken later, as long as they are taken and released, in order,
+before send_grads(t + 2): so they travel while step t + 1 computes, and those of two steps, which
+the inbox holds, can be added at once.
 
 dK/dV protocol: the owner's inbox has two slots. Contribution i to an owner (plan order: step order,
 one per step at most) uses slot i % 2, and its sender starts only when the owner has released
@@ -247,7 +248,7 @@ class Exchange(ABC):
     @abstractmethod
     def contributions(self, step: int) -> Iterator[Contribution]:
         """Contributions of ``step`` to this rank, once they are here. Called for each step in
-        order, after ``send_grads(step)``."""
+        order, after ``send_grads(step)``; two at most wait to be released."""
 
     @abstractmethod
     def finish(self) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -203,12 +204,21 @@ class CudaEngine(Engine):
         return copy
 
 
-@functools.cache
 def queue_left(device: torch.device) -> bool:
     """Whether work starts on ``device`` while as many streams wait as those of a transport may.
 
-    These wait for pinned memory, which the host writes: they end in either case.
+    Asked once a process. Threads that ask at once would take each other's queues.
     """
+    with _ASKING:
+        return _queue_left(device)
+
+
+_ASKING = threading.Lock()
+
+
+@functools.cache
+def _queue_left(device: torch.device) -> bool:
+    """These wait for pinned memory, which the host writes: they end in either case."""
     words = torch.zeros(2, dtype=torch.int64, pin_memory=True)
     awaited, written = words[0], words[1]
     engine = CudaEngine(device)

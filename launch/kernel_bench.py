@@ -26,7 +26,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ from ringfa4.mx.wire import MXFP8, MxShard
 from ringfa4.plan import Plan, Step
 from ringfa4.shard import Chunk, Shard, contiguous, zigzag
 from ringfa4.state import State
-from ringfa4.wire import PLAIN, Direction, Geometry, PlainWire, RecordMap, sum_dtype
+from ringfa4.wire import PLAIN, Direction, Geometry, PlainWire, RecordMap
 
 HEAD_DIM = 128
 KERNELS = ("fa4", "fa4-nondeterministic", "cuda_aten")
@@ -171,10 +171,9 @@ class Rank:
         shards = self.plan.k_sharding.shards
         return [(s, RecordMap(shards[s.owner], s.ranges)) for s in self.plan.steps(0) if s.tasks]
 
-    def _gradients(self, step: Step) -> PlainWire:
-        """The own are sums, others contributions in the kernel's dtype."""
-        bf16 = torch.bfloat16
-        return PLAIN[self.kernel.gradient_dtype(bf16) if step.index else sum_dtype(bf16)]
+    @cached_property
+    def _gradients(self) -> PlainWire:
+        return PLAIN[self.kernel.gradient_dtype(torch.bfloat16)]
 
     def forward(self) -> tuple[Tensor, Tensor]:
         queries = self.kernel.prepare(self.q, self.shard)
@@ -189,10 +188,10 @@ class Rank:
         grads = Grads(1, len(self.shard), self.x.heads, HEAD_DIM, device=DEVICE)
         for step, where in self._steps():
             view = self.wire.view(self.geometry, where, self.records, "backward")
-            grads.begin(self._gradients(step).view(self.geometry, where, self.slot, "backward"))
+            grads.begin(self._gradients.view(self.geometry, where, self.slot, "backward"))
             self.kernel.backward(queries, view, step.tasks, self.x.scale, grads)
             grads.end()
-        return grads.finish()
+        return grads.finish(torch.bfloat16)
 
 
 def attention_rows(
@@ -330,12 +329,26 @@ def byte_rows(mib: int, heads: int, repetitions: int) -> list[dict[str, Any]]:
         4 * acc.numel() + 2 * stats + 2 * x.numel() + stats,
         lambda: host.merge(acc, top, total, partials[:1], first=True),
     )
-    for first in (True, False):
+    final = torch.empty_like(x), torch.empty_like(lse)
+    measure(
+        "merge 4, last",
+        4 * acc.numel() + 2 * stats + 4 * (2 * x.numel() + stats) + 2 * x.numel() + stats,
+        lambda: host.merge(acc, top, total, partials, first=False, final=final),
+    )
+    parts = [part for part, _ in partials]
+    measure("gradient sum 1, first", 6 * x.numel(), partial(host.add, acc, None, parts[:1]))
+    for count in (1, 2, 4):
         measure(
-            "gradient sum, first" if first else "gradient sum",
-            (2 + 4 * (2 - first)) * x.numel(),
-            partial(host.accumulate, acc, x, first=first),
+            f"gradient sum {count}",
+            (8 + 2 * count) * x.numel(),
+            partial(host.add, acc, acc, parts[:count]),
         )
+    rounded = torch.empty_like(x)
+    measure(
+        "gradient sum 4, last",
+        (4 + 8 + 2) * x.numel(),
+        partial(host.add, rounded, acc, parts),
+    )
     state = State(1, tokens, heads, HEAD_DIM, device=DEVICE)
     state.acc, state.max, state.sum = acc, top, total
     state.written.claim(0, 0, tokens)

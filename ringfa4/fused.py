@@ -31,8 +31,8 @@ def assign(into: Tensor, x: Tensor) -> None:
     Rows lie in records with others between them: PyTorch's copy takes several times as long there.
     """
     kernels = fused(into.device)
-    if kernels is not None and kernels.accumulates(into, x, first=True):
-        kernels.accumulate(into, x, first=True)
+    if kernels is not None and kernels.adds(into, None, [x]):
+        kernels.add(into, None, [x])
     else:
         into.copy_(x)
 

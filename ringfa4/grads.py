@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ringfa4.fused import assign, fused
+from ringfa4.sums import RowSum, add_into, part_of
 from ringfa4.wire import PLAIN, PlainShard
 from ringfa4.written import Written, claims
 
@@ -22,7 +22,7 @@ from ringfa4.written import Written, claims
 class Grads:
     """Gradient sums: dQ of the local queries for a call, dK/dV of an owner's records for a step.
 
-    dq (b, s, heads_q, dk) in fp32, or fp64 for fp64 inputs. dK/dV in the layout of plain wires
+    dQ (b, s, heads_q, dk) in fp32, or fp64 for fp64 inputs. dK/dV in the layout of plain wires
     (:mod:`ringfa4.wire`) over the step's record map, as sums or, to travel, in a narrower dtype:
 
         rows that get one part, in that dtype    are that part, to the bit
@@ -39,8 +39,7 @@ class Grads:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.dq = torch.empty(batch, seq, heads, dk, device=device, dtype=dtype)
-        self._dq_written = Written(batch)
+        self.dq = RowSum(batch, seq, heads, dk, device=device, dtype=dtype)
         self._kv: PlainShard | None = None
         self._kv_written = Written(batch)
         """Packed rows of the step's records."""
@@ -57,11 +56,7 @@ class Grads:
 
     def add_dq(self, batch: int | None, rows: slice, dq: Tensor) -> None:
         """Add dq (b', n, heads_q, dk) into the local rows ``rows``."""
-        for into, part, a, b, seen in claims(
-            self._dq_written, batch, self.dq.shape[0], rows.start, rows.stop
-        ):
-            new = _part(dq, part, a - rows.start, b - rows.start)
-            add_into(_part(self.dq, into, a, b), new, seen)
+        self.dq.add(batch, rows, dq)
 
     def add_dkv(
         self, batch: int | None, chunk: int, k0: int, k1: int, dk: Tensor, dv: Tensor
@@ -78,7 +73,7 @@ class Grads:
         rows = self._runs(keys)
         at, every = 0, slice(0, dk.shape[0])
         for row, count in rows:
-            new = (_part(x, every, at, at + count) for x in (dk, dv))
+            new = (part_of(x, every, at, at + count) for x in (dk, dv))
             self._add_rows(batch, row, *new)
             at += count
 
@@ -102,7 +97,7 @@ class Grads:
         for i in each:
             self._kv_written.claim(i, row, row + count)
         into = slice(each[0], each[-1] + 1)
-        dk, dv = (_part(x, into, 0, count) for x in kv.packed_rows(row, count))
+        dk, dv = (part_of(x, into, 0, count) for x in kv.packed_rows(row, count))
         return dk, dv
 
     def _runs(self, keys: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
@@ -123,12 +118,12 @@ class Grads:
         size, own, stop = kv.geometry.batch, kv.geometry.dtype, row + dk.shape[1]
         exact = own == dk.dtype == dv.dtype
         for into, part, a, b, seen in claims(self._kv_written, batch, size, row, stop):
-            new = tuple(_part(x, part, a - row, b - row) for x in (dk, dv))
+            new = tuple(part_of(x, part, a - row, b - row) for x in (dk, dv))
             if own != self.dq.dtype and (seen or not exact):
                 self._add_wide(into, a, new, seen)
                 continue
             for sums, x in zip(kv.packed_rows(a, b - a), new, strict=True):
-                add_into(_part(sums, into, 0, b - a), x, seen)
+                add_into(part_of(sums, into, 0, b - a), x, seen)
 
     def _add_wide(self, into: slice, row: int, new: Sequence[Tensor], seen: bool) -> None:
         """Add parts to sums that the step's end rounds; ``seen``: to what these rows hold already,
@@ -142,10 +137,10 @@ class Grads:
         for into, part, a, b, summed in pieces:
             rows = (shard.packed_rows(a, b - a) for shard in (wide, kv))
             for sums, one, more in zip(*rows, new, strict=True):
-                to = _part(sums, into, 0, b - a)
+                to = part_of(sums, into, 0, b - a)
                 if seen and not summed:
-                    add_into(to, _part(one, into, 0, b - a), seen=False)
-                add_into(to, _part(more, part, a - row, b - row), seen)
+                    add_into(to, part_of(one, into, 0, b - a), seen=False)
+                add_into(to, part_of(more, part, a - row, b - row), seen)
 
     def _wide_shard(self) -> PlainShard:
         """The step's records in the dtype of sums; undefined at first."""
@@ -176,27 +171,6 @@ class Grads:
                         sums[i].zero_()
         self._kv = None
 
-    def finish(self) -> Tensor:
-        """dq, zero where no key reached the row."""
-        for i in range(self.dq.shape[0]):
-            for a, b in self._dq_written.gaps(i, 0, self.dq.shape[1]):
-                self.dq[i, a:b] = 0
-        return self.dq
-
-
-def _part(x: Tensor, batch: slice, start: int, stop: int) -> Tensor:
-    """Some rows of x (b, n, h, d). All of them are x itself: a slice costs the host 2 us."""
-    whole = (batch.start, batch.stop, start, stop) == (0, x.shape[0], 0, x.shape[1])
-    return x if whole else x[batch, start:stop]
-
-
-def add_into(into: Tensor, value: Tensor, seen: bool = True) -> None:
-    """Add ``value`` (b, n, h, d) into a sum, or assign it where nothing was written yet."""
-    if not seen:
-        assign(into, value)
-        return
-    kernels = fused(into.device)
-    if kernels is not None and kernels.accumulates(into, value, first=False):
-        kernels.accumulate(into, value, first=False)
-    else:
-        into.add_(value)
+    def finish(self, dtype: torch.dtype | None = None) -> Tensor:
+        """dq in ``dtype``, that of sums unless given; zero where no key reached the row."""
+        return self.dq.result(dtype or self.dq.dtype)

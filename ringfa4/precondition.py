@@ -69,6 +69,11 @@ class Precondition:
         return cls(hadamard, k_mean)
 
     @property
+    def plain(self) -> bool:
+        """Whether it leaves everything as it is."""
+        return not (self.hadamard or self.k_mean)
+
+    @property
     def name(self) -> str:
         return next(n for n, parts in _NAMES.items() if parts == (self.hadamard, self.k_mean))
 

@@ -249,12 +249,14 @@ def backward(
                     ring.kernel.backward(queries, records, step.tasks, scale, grads)
                 grads.end()
             home.after(step)
-        home.end()
-        with observer.span("finish", 0):
+        with observer.span("finish", 0):  # the last dK/dV are still on their way
             delta = None if sink is None and mu is None else row_delta(out, dout, dlse)
             sums = None if delta is None else row_sums(delta, lse, dlse, sink)
-            dq = ring.precondition.query_gradient(grads.finish(), mu, sums, scale).to(q.dtype)
-            dk, dv = home.own.tensors(k.dtype)
+            if ring.precondition.plain:
+                dq = grads.finish(q.dtype)
+            else:
+                dq = ring.precondition.query_gradient(grads.finish(), mu, sums, scale).to(q.dtype)
+        dk, dv = home.end(k.dtype)
         exchange.finish()
         dsink = None
         if sink is not None and delta is not None:

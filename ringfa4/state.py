@@ -22,15 +22,13 @@ last pass finalises too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ringfa4.fused import fused
-from ringfa4.written import Written, claims
+from ringfa4.written import Written, claims, ranges
 
 # MKL chooses a function's kernel in its first call; when threads make that call at once, one of
 # them may compute its part at low precision and nobody is told (pytorch issue 188792, oneMKL
@@ -122,7 +120,8 @@ class State:
         kernels = fused(self.acc.device)
         assert kernels is not None, "partials wait for a fused kernel only"
         first, last = min(p.rows.start for p in waiting), max(p.rows.stop for p in waiting)
-        for start, stop, here in _ranges(waiting, first, last):
+        for start, stop, numbers in ranges([p.rows for p in waiting], first, last):
+            here = [waiting[n] for n in numbers]
             if not here:
                 continue
             for into, part, a, b, seen in claims(
@@ -206,7 +205,8 @@ class State:
         assert kernels is not None
         out, lse = torch.empty_like(self.acc, dtype=dtype), torch.empty_like(self.max)
         batch, seq = self.acc.shape[:2]
-        for start, stop, here in _ranges(self._waiting, 0, seq):
+        for start, stop, numbers in ranges([p.rows for p in self._waiting], 0, seq):
+            here = [self._waiting[n] for n in numbers]
             for into, part, a, b, seen in claims(self.written, None, batch, start, stop):
                 if not here and not seen:  # no key reached these rows
                     out[into, a:b] = 0
@@ -221,12 +221,3 @@ class State:
                     final=(out[into, a:b], lse[into, :, a:b]),
                 )
         return out, lse
-
-
-def _ranges(
-    waiting: Sequence[_Waiting], start: int, stop: int
-) -> Iterator[tuple[int, int, list[_Waiting]]]:
-    """[start, stop) in ranges (a, b) of rows with the same partials, which come with each."""
-    inside = {edge for p in waiting for edge in (p.rows.start, p.rows.stop) if start < edge < stop}
-    for a, b in pairwise(sorted({start, stop, *inside})):
-        yield a, b, [p for p in waiting if p.rows.start <= a and b <= p.rows.stop]

@@ -195,17 +195,23 @@ class PlainShard(EncodedShard):
 
     def packed_rows(self, row: int, count: int) -> tuple[Tensor, Tensor]:
         """K and V of ``count`` rows, of whichever chunks they are."""
-        # A call asks for hundreds of these; a chain of views costs the host several times as much.
-        g, flat = self.geometry, self._flat
-        width, dk, dv = g.heads_kv * (g.dk + g.dv), g.dk, g.dv
-        token = g.batch * width
-        start = flat.storage_offset() + row * token
-        return (
-            flat.as_strided((g.batch, count, g.heads_kv, dk), (width, token, dk, 1), start),
-            flat.as_strided(
-                (g.batch, count, g.heads_kv, dv), (width, token, dv, 1), start + g.heads_kv * dk
-            ),
-        )
+        return rows_in(self._flat, self.geometry, row, count)
+
+
+def rows_in(flat: Tensor, geometry: Geometry, row: int, count: int) -> tuple[Tensor, Tensor]:
+    """K and V (b, count, heads_kv, dk or dv) of packed rows from ``row`` on, as views of ``flat``,
+    which has the elements of some records in ``geometry``'s layout, in any dtype.
+    """
+    # A call asks for hundreds of these; a chain of views costs the host several times as much.
+    g, width = geometry, geometry.heads_kv * (geometry.dk + geometry.dv)
+    token = g.batch * width
+    start = flat.storage_offset() + row * token
+    return (
+        flat.as_strided((g.batch, count, g.heads_kv, g.dk), (width, token, g.dk, 1), start),
+        flat.as_strided(
+            (g.batch, count, g.heads_kv, g.dv), (width, token, g.dv, 1), start + g.heads_kv * g.dk
+        ),
+    )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 
 class Written:
@@ -73,3 +74,12 @@ def claims(
     for i, pieces in enumerate(each):
         for a, b, seen in pieces:
             yield slice(i, i + 1), slice(i, i + 1), a, b, seen
+
+
+def ranges(given: Sequence[slice], start: int, stop: int) -> Iterator[tuple[int, int, list[int]]]:
+    """[start, stop) in ranges (a, b) that are inside or outside of each of the ``given`` rows, with
+    the numbers of those they are inside of.
+    """
+    edges = {edge for rows in given for edge in (rows.start, rows.stop) if start < edge < stop}
+    for a, b in pairwise(sorted({start, stop, *edges})):
+        yield a, b, [n for n, rows in enumerate(given) if rows.start <= a and b <= rows.stop]

@@ -309,8 +309,8 @@ class CuteContract:
         into = wide[..., : heads * d].unflatten(-1, (heads, d)).transpose(0, 1)[:, 1:120]
         first, second = (torch.randn(2, 119, heads, d).to(dtype) for _ in range(2))
         with self.running():
-            host.accumulate(into, first.to(self.device), first=True)
-            host.accumulate(into, second.to(self.device), first=False)
+            host.add(into, None, [first.to(self.device)])
+            host.add(into, into, [second.to(self.device)])
         assert torch.equal(into.cpu(), first.float() + second.float())
         assert bool(torch.isnan(wide[:1]).all()) and bool(torch.isnan(wide[120:]).all())
         assert bool(torch.isnan(wide[..., heads * d :]).all())
@@ -336,11 +336,42 @@ class CuteContract:
 
         rows(want).copy_(x)
         into, part = rows(got).view(dtype), x.to(self.device).view(dtype)
-        assert host.accumulates(into, part, first=True)
-        assert host.accumulates(into, part, first=False) == (dtype == torch.float32)
+        assert host.adds(into, None, [part])
+        assert host.adds(into, into, [part]) == (dtype == torch.float32)
         with self.running():
-            host.accumulate(into, part, first=True)
+            host.add(into, None, [part])
         assert torch.equal(got.cpu(), want)
+
+    @pytest.mark.parametrize("into", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_parts_added_at_once_are_those_added_one_by_one(
+        self, dtype: torch.dtype, into: torch.dtype
+    ) -> None:
+        """To the bit, in their order, with strides of their own; what is not to be read is NaN."""
+        generator = torch.Generator().manual_seed(0)
+        shape = batch, tokens, heads, d = 2, 119, 3, 40
+        sums = 100 * torch.randn(shape, generator=generator)
+        parts, there = [], []
+        for n in range(host.PARTIALS):
+            wide = torch.full((tokens, batch, heads, d + 8 * n), math.nan)
+            wide[..., :d] = torch.randn(tokens, batch, heads, d, generator=generator)
+            wide = wide.to(dtype)
+            parts.append(wide[..., :d].transpose(0, 1))
+            there.append(wide.to(self.device)[..., :d].transpose(0, 1))
+        for based in (True, False):
+            for count in range(1, len(parts) + 1):
+                want = sums.clone() if based else parts[0].float()
+                for x in parts[0 if based else 1 : count]:
+                    want = want + x.float()
+                base = sums.to(self.device) if based else None
+                itself = based and into == torch.float32
+                got = base if itself else torch.full(shape, math.nan, dtype=into).to(self.device)
+                assert got is not None and host.adds(got, base, there[:count])
+                with self.running():
+                    host.add(got, base, there[:count])
+                assert torch.equal(got.cpu(), want.to(into)), (based, count)
+                assert base is None or itself or torch.equal(base.cpu(), sums)
+        assert not host.adds(sums, None, [*parts, parts[0]]), "there is no kernel for five"
 
     @pytest.mark.parametrize("heads, d", [(3, 96), (8, 128), (1, 8)])
     def test_sums_are_rounded_as_the_operators_round_them(self, heads: int, d: int) -> None:
@@ -352,11 +383,11 @@ class CuteContract:
         x = wide[..., : heads * d].unflatten(-1, (heads, d)).transpose(0, 1)
         got = torch.zeros(2, 131, heads, d, dtype=torch.bfloat16, device=self.device)
         part = x.to(self.device)
-        assert host.accumulates(got, part, first=True)
-        assert not host.accumulates(got, part, first=False)
-        assert not host.accumulates(got.half(), part, first=True), "fp16 would saturate"
+        assert host.adds(got, None, [part])
+        assert not host.adds(got, got, [part])
+        assert not host.adds(got.half(), None, [part]), "fp16 would saturate"
         with self.running():
-            host.accumulate(got, part, first=True)
+            host.add(got, None, [part])
         assert torch.equal(got.cpu().float().nan_to_num(7.0), x.bfloat16().float().nan_to_num(7.0))
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)

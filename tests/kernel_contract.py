@@ -129,7 +129,7 @@ class GradSums:
         self.case = case
         batch, seq, heads, dk = case.q.shape
         self.sums = Grads(batch, seq, heads, dk, device=case.q.device, dtype=case.sum_dtype)
-        self.sums.dq.fill_(fill)
+        self.sums.dq.total.fill_(fill)
         wire = PLAIN[dtype]
         size = case.k_shard.records * wire.record_bytes(case.geometry, "backward")
         buffer = torch.zeros(size, dtype=torch.uint8, device=case.q.device)
@@ -405,7 +405,7 @@ class KernelContract:
         )
         encoded = case.encoded("backward")
         kernel.backward(queries, encoded, case.tasks, case.scale, grads.sums)
-        for x in (grads.sums.dq[:, rows], *(x[:, keys] for x in grads.dkv())):
+        for x in (grads.sums.dq.total[:, rows], *(x[:, keys] for x in grads.dkv())):
             assert bool((x == SENTINEL).all())
 
     def test_dead_rows_in_backward(self) -> None:

@@ -186,22 +186,21 @@ def by_definition(case: Case, got: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     whole = torch.zeros(case.batch, mask.seq_k, case.heads[1], sum(case.dims))
     laps, turns = plan.order.count, plan.order.size
     for rank in range(plan.world):
-        contributions = {t: part(plan.reader(rank, t), t) for t in range(plan.world)}
-        rounded = {t: c.to(BF16).to(FP32) for t, c in contributions.items()}
-        total = contributions[0]
+        parts = {t: part(plan.reader(rank, t), t) for t in range(plan.world)}
+        rounded = {t: c.to(BF16).to(FP32) for t, c in parts.items()}
+        total = torch.zeros_like(parts[0])
         for lap in range(laps):
-            added = contributions[lap * turns] if turns > 1 else rounded[lap]
+            added = rounded[lap * turns]
             for t in range(lap * turns + 1, (lap + 1) * turns):
                 added = added + rounded[t]
-                total = total if lap else added
-            total = total + added if lap else total
+            total = total + added
         whole[:, positions(rank)] = total
     return whole[..., : case.dims[0]], whole[..., case.dims[0] :]
 
 
 @pytest.mark.parametrize("topology", [None, PAIRS, Topology.even(4, 4)], ids=str)
 @pytest.mark.parametrize("name", SEVERAL)
-def test_a_contribution_is_rounded_once_and_sums_never(
+def test_a_part_is_rounded_once_and_sums_never(
     name: str, topology: Topology | None, chosen: Chosen
 ) -> None:
     """To the bit, also where ranks add up for a domain; results in fp32 hide nothing."""

@@ -228,6 +228,7 @@ SPECS: dict[str, Callable[[bool], Spec]] = {
     "merge": lambda hw: MergeSpec.of("bf16", 128, 8, 4, False),
     "merge, first": lambda hw: MergeSpec.of("fp32", 96, 3, 1, True),
     "accumulate": lambda hw: AccumulateSpec("bf16", 96, False),
+    "accumulate 4": lambda hw: AccumulateSpec("bf16", 128, False, partials=4),
     "round": lambda hw: AccumulateSpec("fp32", 96, True, "bf16"),
     "guard": lambda hw: GuardSpec("bf16", 80, True, False),
     "fill": lambda hw: FillSpec(256, -1),

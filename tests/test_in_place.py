@@ -30,12 +30,12 @@ BF16 = torch.bfloat16
 
 
 class Rounding(Library):
-    """Returns dK and dV in the dtype of its inputs, as libraries do."""
+    """Returns gradients in the dtype of its inputs, as libraries do."""
 
     def differentiate(self, *operands: Any) -> tuple[Tensor, Tensor, Tensor]:
         *_, k, v = operands
         dq, dk, dv = super().differentiate(*operands)
-        return dq, dk.to(k.dtype), dv.to(v.dtype)
+        return dq.to(k.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 class InPlace(Rounding):

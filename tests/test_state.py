@@ -274,7 +274,7 @@ def test_gradients_are_sums(
     """
     kv = rows_of(Shard((Chunk(0, 5), Chunk(5, 12))), dtype)
     grads = Grads(B, 12, H, D, device=CPU)
-    grads.dq.fill_(math.nan)
+    grads.dq.total.fill_(math.nan)
     grads.begin(kv)
     dq, dk, dv = torch.zeros(B, 12, H, D), torch.zeros(B, 12, 1, 3), torch.zeros(B, 12, 1, 2)
     generator = torch.Generator().manual_seed(seed)

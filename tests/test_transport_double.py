@@ -234,7 +234,7 @@ def _one_step(ex: Exchange, step: int) -> None:
 
 def obey(ex: Exchange) -> None:
     ex.publish()
-    for step in (1, 2):
+    for step in (1, 2, 3):
         _one_step(ex, step)
         for contribution in ex.contributions(step):
             contribution.release()
@@ -242,8 +242,8 @@ def obey(ex: Exchange) -> None:
 
 
 def caller(fn: Callable[[Exchange, Schedule, Transport], None]) -> None:
-    """``fn`` on rank 0 of a right transport of world 3; ranks 1 and 2 make their call properly."""
-    plans = full(3, 64, backward=True)
+    """``fn`` on rank 0 of a right transport of world 4; the others make their call properly."""
+    plans = full(4, 64, backward=True)
 
     def main(rank: int, transport: Transport, control: Control) -> None:
         if rank:
@@ -251,7 +251,7 @@ def caller(fn: Callable[[Exchange, Schedule, Transport], None]) -> None:
         else:
             fn(transport.open(plans[0]), plans[0], transport)
 
-    suspect(Right, 3, main, seed=0)
+    suspect(Right, 4, main, seed=0)
 
 
 def skips_a_fetch(ex: Exchange, schedule: Schedule, transport: Transport) -> None:
@@ -293,10 +293,30 @@ def takes_before_sending(ex: Exchange, schedule: Schedule, transport: Transport)
 
 
 def keeps_a_contribution(ex: Exchange, schedule: Schedule, transport: Transport) -> None:
+    """For longer than the inbox has room."""
     ex.publish()
-    for step in (1, 2):
+    for step in (1, 2, 3):
         _one_step(ex, step)
         list(ex.contributions(step))
+
+
+def finishes_with_a_contribution(ex: Exchange, schedule: Schedule, transport: Transport) -> None:
+    ex.publish()
+    for step in (1, 2, 3):
+        _one_step(ex, step)
+        for contribution in ex.contributions(step):
+            if step < 3:
+                contribution.release()
+    ex.finish()
+
+
+def releases_the_second_first(ex: Exchange, schedule: Schedule, transport: Transport) -> None:
+    ex.publish()
+    held = []
+    for step in (1, 2):
+        _one_step(ex, step)
+        held += ex.contributions(step)
+    held[1].release()
 
 
 def releases_twice(ex: Exchange, schedule: Schedule, transport: Transport) -> None:
@@ -315,8 +335,11 @@ def finishes_early(ex: Exchange, schedule: Schedule, transport: Transport) -> No
 
 def leaves_contributions(ex: Exchange, schedule: Schedule, transport: Transport) -> None:
     ex.publish()
-    for step in (1, 2):
+    for step in (1, 2, 3):
         _one_step(ex, step)
+        if step < 3:
+            for contribution in ex.contributions(step):
+                contribution.release()
     ex.finish()
 
 
@@ -325,13 +348,13 @@ def opens_without_finishing(ex: Exchange, schedule: Schedule, transport: Transpo
 
 
 def gathers_inside_a_call(ex: Exchange, schedule: Schedule, transport: Transport) -> None:
-    transport.all_gather(torch.zeros(1, dtype=torch.uint8), [1] * 3)
+    transport.all_gather(torch.zeros(1, dtype=torch.uint8), [1] * 4)
 
 
 def writes_after_publishing(ex: Exchange, schedule: Schedule, transport: Transport) -> None:
     ex.publish()
     ex.outbox()[0] += 1
-    for step in (1, 2):
+    for step in (1, 2, 3):
         _one_step(ex, step)
         for contribution in ex.contributions(step):
             contribution.release()
@@ -346,9 +369,11 @@ MISUSES = [
     (sends_out_of_order, r"send_grads\(1\) is due, not send_grads\(2\)"),
     (sends_without_a_slot, r"grad_slot\(1\) comes before send_grads"),
     (takes_before_sending, r"send_grads\(1\) comes before contributions"),
-    (keeps_a_contribution, r"release\(\) every contribution"),
+    (keeps_a_contribution, r"release\(\) what step 1 brought before send_grads\(3\)"),
+    (finishes_with_a_contribution, r"release\(\) every contribution"),
+    (releases_the_second_first, r"the contribution of step 1 is released first"),
     (releases_twice, r"release\(\) comes once"),
-    (finishes_early, r"1 of 2 steps fetched"),
+    (finishes_early, r"1 of 3 steps fetched"),
     (leaves_contributions, r"contributions\(\) in every step"),
     (opens_without_finishing, r"finish\(\) ends a call before the next open"),
     (gathers_inside_a_call, r"all_gather\(\) is called outside an exchange"),

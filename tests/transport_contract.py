@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from ringfa4 import shard as shardings
 from ringfa4.comm.interface import (
     MESSAGE_BYTES,
     Control,
+    Exchange,
     GradTransfer,
     Schedule,
     StepTransfers,
@@ -170,7 +171,8 @@ def make_call(
     """One call through ``transport``, all bytes checked; (step, peer, bytes) of the contributions.
 
     ``pace`` is called where the executor computes. ``agree`` is the exchange of headers before a
-    call.
+    call. In even calls contributions are taken two at a time, as late as they may be, and released
+    together; in odd ones each as soon as the next step's is sent.
     """
     rank = transport.rank
     schedule = plans[rank]
@@ -190,6 +192,7 @@ def make_call(
     exchange.publish()
     backward = any(s.grad_in or s.grad_out for s in schedule.steps)
     received: list[tuple[int, int, Tensor]] = []
+    taken: list[int] = []
     last = len(schedule.steps) - 1
     coming = exchange.fetch(1) if last else None
     for t in range(1, last + 1):
@@ -202,15 +205,17 @@ def make_call(
         if receive is not None:
             seen.append((t, receive, view.clone()))
         if backward:
+            if call % 2 == 0 and t - len(taken) > 2:
+                received += _take(exchange, taken, t)
             slot = exchange.grad_slot(t)
             assert (slot is None) == (t not in grads)
             if slot is not None:
                 slot.copy_(grads[t])
             exchange.send_grads(t)
-            if t > 1:
-                received += _take(exchange.contributions(t - 1), t - 1)
+            if call % 2:
+                received += _take(exchange, taken, t)
     if backward:
-        received += _take(exchange.contributions(last), last)
+        received += _take(exchange, taken, last + 1)
     exchange.finish()
     for t, receive, data in seen:
         want = source_of(plans, receive, call)
@@ -233,12 +238,15 @@ def source_of(plans: Sequence[Schedule], receive: Transfer, call: int) -> Tensor
     return packed(content(plans[carry.peer].own_bytes, call, carry.peer), carry.spans)
 
 
-def _take(contributions: Iterator[Any], step: int) -> list[tuple[int, int, Tensor]]:
-    taken = []
-    for contribution in contributions:
-        taken.append((step, contribution.peer, contribution.view.clone()))
+def _take(exchange: Exchange, taken: list[int], stop: int) -> list[tuple[int, int, Tensor]]:
+    """Contributions of the steps before ``stop`` that were not ``taken`` yet."""
+    steps = range(len(taken) + 1, stop)
+    given = [(t, c) for t in steps for c in exchange.contributions(t)]
+    data = [(t, c.peer, c.view.clone()) for t, c in given]
+    for _, contribution in given:
         contribution.release()
-    return taken
+    taken += steps
+    return data
 
 
 def drifting(rank: int, seed: int, most_s: float) -> Callable[[], None]:

@@ -203,29 +203,50 @@ def merge(
 _merge_spec = lru_cache(maxsize=256)(MergeSpec.of)
 
 
-def accumulates(sum: Tensor, x: Tensor, *, first: bool) -> bool:
-    """Whether :func:`accumulate` takes these."""
-    rounds = sum.dtype == torch.bfloat16 and x.dtype == torch.float32
-    fits = sum.dtype == torch.float32 or (first and (rounds or sum.dtype == x.dtype))
-    return fits and takes(sum) and takes(x)
+def adds(into: Tensor, sum: Tensor | None, parts: Sequence[Tensor]) -> bool:
+    """Whether :func:`add` takes these."""
+    if not takes(into) or not all(map(takes, parts)):
+        return False
+    if sum is None and len(parts) == 1 and into.dtype == parts[0].dtype:
+        return True
+    same = len({part.dtype for part in parts}) <= 1
+    wide = sum is None or (sum.dtype == torch.float32 and takes(sum))
+    return same and rounds(into.dtype) and wide and 1 <= len(parts) <= PARTIALS
 
 
-def accumulate(sum: Tensor, x: Tensor, *, first: bool) -> None:
-    """x (b, n, h, d) into sum (b, n, h, d), fp32; ``first`` assigns, then also to x's own dtype, or
-    fp32 rounded to bf16.
+def joins(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether :func:`add` takes ``x`` as a part of sums in ``dtype`` that lie in one piece."""
+    return dtype == torch.float32 and takes(x) and x.shape[-1] * dtype.itemsize % 16 == 0
+
+
+def rounds(dtype: torch.dtype) -> bool:
+    """Whether :func:`add` rounds a sum to ``dtype``. fp16 would saturate."""
+    return dtype in (torch.float32, torch.bfloat16)
+
+
+def add(into: Tensor, sum: Tensor | None, parts: Sequence[Tensor]) -> None:
+    """sum + parts[0] + .. into ``into``, all (b, n, h, d), added in this order in fp32.
+
+    ``into`` is ``sum`` itself (fp32), or gets the result in fp32 or rounded to bf16. Without a sum
+    parts[0] takes its place; a single part may then go into its own dtype, as it is. At most
+    PARTIALS parts, all of one dtype.
     """
-    batch, tokens, heads, d = x.shape
-    size, into = x.element_size(), sum.element_size()
-    if first and sum.dtype == x.dtype:  # nothing is added: words of 32 bits, as they are
-        spec = AccumulateSpec("fp32", d * size // 4, first)
+    batch, tokens, heads, d = into.shape
+    size, width = parts[0].element_size(), into.element_size()
+    if sum is None and len(parts) == 1 and into.dtype == parts[0].dtype:
+        # Nothing is added: words of 32 bits, as they are.
+        spec = AccumulateSpec("fp32", d * size // 4, True)
     else:
-        spec = AccumulateSpec(DTYPES[x.dtype], d, first, DTYPES[sum.dtype])
-    blocks = -(-tokens * heads * (spec.d // RUN) // (spec.THREADS * spec.UNITS))
-    _launch(
-        spec, x.device, (blocks, batch, 1),
-        sum.data_ptr(), *(sum.stride(n) * into for n in (0, 1, 2)),
-        x.data_ptr(), *(x.stride(n) * size for n in (0, 1, 2)), tokens, heads,
-    )  # fmt: skip
+        dtype, rounded = DTYPES[parts[0].dtype], DTYPES[into.dtype]
+        spec = AccumulateSpec(dtype, d, sum is None, rounded, len(parts))
+    given = [into.data_ptr(), *(n * width for n in into.stride()[:3])]
+    given += [0] * 4 if sum is None else [sum.data_ptr(), *(n * 4 for n in sum.stride()[:3])]
+    for x in parts:
+        assert x.shape == into.shape, (x.shape, into.shape)
+        given += [x.data_ptr(), *(n * size for n in x.stride()[:3])]
+    given += [0] * (4 * (PARTIALS - len(parts)))
+    blocks = -(-tokens * heads * (spec.d // RUN) // (spec.THREADS * spec.units))
+    _launch(spec, into.device, (blocks, batch, 1), *given, tokens, heads)
 
 
 # ---- rows that are not finite -------------------------------------------------------------------

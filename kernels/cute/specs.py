@@ -46,7 +46,7 @@ RUN = 4
 threads read and write neighbouring 16 bytes of the state, whole sectors at a time."""
 
 PARTIALS = 4
-"""Most partials that one merge takes: each adds up to 4 registers a run."""
+"""Most partials that one merge, or one sum, takes: each adds up to 4 registers a run."""
 
 
 @dataclass(frozen=True)
@@ -179,15 +179,20 @@ class FillSpec:
 
 @dataclass(frozen=True)
 class AccumulateSpec:
-    """``dtype`` of what is added, rows of ``d``; ``first``: the sum is assigned and not read, and
-    may be in ``into`` other than fp32.
+    """``dtype`` of what is added, rows of ``d``; ``first``: there is no sum yet; ``into``: what the
+    sum is rounded to; ``partials``: how many are added.
     """
 
-    SIGNATURE: ClassVar[str] = "qqqqqqqqii"
+    SIGNATURE: ClassVar[str] = "qqqq" * (2 + PARTIALS) + "ii"
     THREADS: ClassVar[int] = 256
-    UNITS: ClassVar[int] = 8
 
     dtype: str
     d: int
     first: bool
     into: str = "fp32"
+    partials: int = 1
+
+    @property
+    def units(self) -> int:
+        """Runs of a thread, all loaded before the first is added: 48 to 64 registers of words."""
+        return 8 if self.partials <= 2 else 4

@@ -20,7 +20,7 @@ from gpu.processes import Job, check, mps, run_processes
 from ring_bodies import late_copies
 from test_transports import InThreads
 
-from ringfa4.comm import reach
+from ringfa4.comm import reach, streams
 from ringfa4.comm.interface import Control, Transport
 from ringfa4.comm.local import run_ranks
 from ringfa4.comm.registry import open_transport, transport_factory
@@ -111,6 +111,13 @@ FAILING = [
     Job("failing", {"culprit": 1, "where": where})
     for where in ("before publish", "after fetch", "before send_grads")
 ]
+
+
+def test_threads_that_ask_for_a_queue_at_once_take_none_from_each_other() -> None:
+    """8 queues, 4 waiting streams each."""
+    device = torch.device("cuda", 0)
+    streams._queue_left.cache_clear()
+    assert run_ranks(3, lambda *_: streams.queue_left(device), 60.0) == [True] * 3
 
 
 @pytest.mark.parametrize("connections, left", [("1", False), ("8", True)])
@@ -225,4 +232,5 @@ def test_two_hundred_transports_keep_memory_flat(transport: str) -> None:
     for lines in told:
         assert [line.error for line in lines] == [None] * 200
         free = [line.free_bytes for line in lines]
-        assert free[-1] >= free[10], free
+        # It is the device's, so a moment at which the other rank has just freed shows in it.
+        assert min(free[-50:]) >= min(free[:50]), free

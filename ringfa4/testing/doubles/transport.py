@@ -184,7 +184,8 @@ class AdversarialExchange(Exchange):
         self._slot: Tensor | None = None
         self._sent = 0
         self._taken = 0
-        self._unreleased = False
+        self._unreleased: list[int] = []
+        """Steps whose contribution was taken."""
 
     @property
     def _last(self) -> int:
@@ -258,6 +259,9 @@ class AdversarialExchange(Exchange):
         assert self._taken >= step - 2, (
             f"rule broken: contributions({step - 2}) are taken before send_grads({step})"
         )
+        assert all(t > step - 2 for t in self._unreleased), (
+            f"rule broken: release() what step {step - 2} brought before send_grads({step})"
+        )
         if out is not None:
             slot, self._slot = self._slot, None
             assert slot is not None, f"rule broken: grad_slot({step}) comes before send_grads"
@@ -275,7 +279,7 @@ class AdversarialExchange(Exchange):
             f"rule broken: contributions({self._taken + 1}) are due, not contributions({step})"
         )
         assert step <= self._sent, f"rule broken: send_grads({step}) comes before contributions"
-        assert not self._unreleased, "rule broken: release() every contribution"
+        assert len(self._unreleased) < 2, "rule broken: release() every contribution"
         self._taken = step
         count = 0
         for given in self.inner.contributions(step):
@@ -288,19 +292,22 @@ class AdversarialExchange(Exchange):
             assert want is not None, f"transport fault: {what} is here but was not sent"
             _same(given.view, want, f"{what} is not what was sent")
             copy = aligned_copy(given.view)
-            self._unreleased = True
+            self._unreleased.append(step)
             yield Contribution(
-                given.peer, copy, functools.partial(self._release, given, want, copy)
+                given.peer, copy, functools.partial(self._release, step, given, want, copy)
             )
         assert count == (coming is not None), f"transport fault: step {step} lost a contribution"
 
-    def _release(self, given: Contribution, want: Tensor, copy: Tensor) -> None:
-        assert self._unreleased, "rule broken: release() comes once a contribution"
+    def _release(self, step: int, given: Contribution, want: Tensor, copy: Tensor) -> None:
+        assert step in self._unreleased, "rule broken: release() comes once a contribution"
+        assert step == self._unreleased[0], (
+            f"rule broken: the contribution of step {self._unreleased[0]} is released first"
+        )
         self.transport.sleep()
         _same(given.view, want, "inbox slot overwritten before release()")
         given.view.fill_(POISON)
         copy.fill_(POISON)
-        self._unreleased = False
+        self._unreleased.pop(0)
         given.release()
 
     def finish(self) -> None:
