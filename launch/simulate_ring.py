@@ -1,7 +1,8 @@
 """One call of the ring on a machine model: the plan's own steps, as work on lanes and links.
 
-    lane "compute"   agree, encode, then for each step t: kernel, merge (of dQ, dK and dV in
-                     backward), add what peers returned in step t - 1; at the end, finish
+    lane "compute"   agree, encode, then for each step t: kernel, merge (of dQ in backward), and
+                     in every second one add what peers returned in t - 2 and t - 1; at the end,
+                     finish
     lane "fetch"     records of step t, once the source has published or carried them, ``depth``
                      steps ahead
     lane "carry"     records of another domain, a lap ahead, once the copy of lap - 2 was read
@@ -32,6 +33,9 @@ from ringfa4.launch.simulate_machine import Machine
 
 KERNELS = ("mxfp8", "bf16")
 
+AT_ONCE = 2
+"""Steps whose dK/dV are added in one pass: :mod:`ringfa4.homecoming`, which needs torch."""
+
 COMPUTE = ("agree", "encode", "kernel", "merge", "convert", "reduce", "finish")
 """Kinds of work on the compute lane."""
 
@@ -42,7 +46,7 @@ class Setting:
 
     ``kernel``: in which format it computes; one that differs from the wire's converts on arrival.
     ``fused``: the kernel keeps the state in its epilogue, so merges cost nothing. ``at_once``: how
-    many partials one pass over the state merges (:mod:`ringfa4.state`: 4). ``depth``: how many
+    many partials one pass over the state or dQ adds (:mod:`ringfa4.state`: 4). ``depth``: how many
     steps ahead records are fetched (the ring's own: 1).
     """
 
@@ -84,21 +88,16 @@ class Costs:
         """How much longer a kernel takes beside transfers of ``nbytes``."""
         return self.drag * nbytes / self.link
 
-    def merge(self, work: Work, t: int) -> float:
-        """Of step ``t``. Forward: the partial in (2 B), acc in and out (4 + 4 B) once for
-        ``at_once`` of them. Backward: the kernel's dQ (2 B) into a sum (4 + 4 B), its dK/dV (2 B)
-        to where they leave from, or into a sum of this rank's.
+    def merge(self, work: Work) -> float:
+        """Forward: the partial in (2 B), acc in and out (4 + 4 B) once for
+        ``at_once`` of them. Backward: the kernel's dQ (2 B) likewise; it writes dK/dV where they
+        leave from.
         """
         if self.setting.fused:
             return 0.0
         shape = self.numbers.shape
-        if not self.numbers.backward:
-            return work.rows * shape.heads * shape.dv * (2 + 8 / self.setting.at_once) / self.copy
-        moved = work.rows * shape.heads * shape.dk * (10 if t else 6)
-        order = self.numbers.plan.order
-        summed = t == 0 or (t % order.size == 0 and order.size > 1)
-        moved += work.records * (self._plain + self._returned[summed])
-        return moved / self.copy
+        width = shape.dk if self.numbers.backward else shape.dv
+        return work.rows * shape.heads * width * (2 + 8 / self.setting.at_once) / self.copy
 
     def convert(self, work: Work) -> float:
         """Records from the wire's format to the kernel's."""
@@ -116,22 +115,23 @@ class Costs:
             queries += rows * shape.dv * (7 if self.setting.kernel == "mxfp8" else 4)
         return (records * (self._plain + self._encoded) + queries) / self.copy
 
-    def reduce(self, work: Work) -> float:
-        """What ``work`` returned, read and added to what is there."""
+    def reduce(self, work: Work, together: int) -> float:
+        """What ``work`` returned, read and added to what is there, in one pass for ``together``."""
         each, sums = self._returned[work.summed], self._returned[True]
-        return work.returned * (1 + 2 * sums / each) / self.copy
+        return work.returned * (1 + 2 * sums / each / together) / self.copy
 
     def leave(self, work: Work) -> float:
         """A lap's sum from where it was added up to the slot that it is sent from."""
         return 2 * work.returned / self.copy
 
     def finish(self, rank: int) -> float:
-        """Backward: dQ, dK and dV rounded. The last merge of forward divides and rounds too."""
+        """Backward: dK and dV rounded. The last merge of forward divides and rounds too, the last
+        sum of dQ rounds.
+        """
         if not self.numbers.backward:
             return 0.0
-        shape, records = self.numbers.shape, self.numbers.plan.k_sharding.shards[rank].records
-        rows = len(self.numbers.sharding.shards[rank]) * shape.batch * shape.heads
-        return (rows * shape.dk * 6 + records * self._plain * 3) / self.copy
+        records = self.numbers.plan.k_sharding.shards[rank].records
+        return records * self._plain * 3 / self.copy
 
 
 @dataclass(frozen=True)
@@ -179,6 +179,8 @@ class _Ring:
         self.coming: list[dict[int, Op]] = [{} for _ in ranks]
         """Contributions on their way to each rank, by step."""
         self.given = [0] * numbers.world
+        self.taken = 0
+        """The last step whose contributions were added."""
         self.released: list[list[Op]] = [[] for _ in ranks]
 
     def build(self) -> list[Op]:
@@ -196,10 +198,9 @@ class _Ring:
             if t < world:
                 self.step(t)
             if self.numbers.backward and t:
-                if plan.lap(t)[1] == 0:
-                    self.take(t - 1)  # a sum leaves complete
+                if plan.lap(t)[1] == 0 or t - 1 - self.taken >= AT_ONCE:
+                    self.take(t - 1)  # a sum leaves complete, and the inbox holds two
                 self.give(t)
-                self.take(t - 1)
             for rank in self.ranks:
                 self.ended[rank].append(self.compute[rank])
         if self.numbers.backward:
@@ -281,7 +282,7 @@ class _Ring:
             seconds = self.costs.kernel(work) + self.costs.slowed(self.beside(rank, t))
             self.work("kernel", rank, t, seconds, after)
             if not self.setting.fused:
-                self.work("merge", rank, t, self.costs.merge(work, t))
+                self.work("merge", rank, t, self.costs.merge(work))
 
     def beside(self, rank: int, t: int) -> int:
         """Bytes that move while ``rank`` computes step ``t``: what was begun just before."""
@@ -323,13 +324,17 @@ class _Ring:
             self.coming[taker][t] = op
             self.given[taker] += 1
 
-    def take(self, t: int) -> None:
-        """Add what came in step ``t``, unless that was done."""
+    def take(self, last: int) -> None:
+        """Add what came up to step ``last`` and was not added yet, and free the inbox."""
+        steps = range(self.taken + 1, last + 1)
+        self.taken = max(self.taken, last)
         for rank in self.ranks:
-            op = self.coming[rank].pop(t, None)
-            if op is not None:
-                seconds = self.costs.reduce(self.numbers.steps[op.rank][t])
-                self.released[rank].append(self.work("reduce", rank, t, seconds, [op]))
+            ops = [op for t in steps if (op := self.coming[rank].pop(t, None)) is not None]
+            together = min(len(ops), self.setting.at_once)
+            for op in ops:
+                seconds = self.costs.reduce(self.numbers.steps[op.rank][op.step], together)
+                added = self.work("reduce", rank, op.step, seconds, [op])
+            self.released[rank] += [added for _ in ops]
 
 
 @dataclass(frozen=True)
@@ -421,8 +426,10 @@ def memory(numbers: Numbers, rank: int, waiting: int) -> int:
     """Bytes that one attention call holds on ``rank``: bf16 tensors, fp32 state, and buffers.
 
     Forward: q, k, v, out, lse, the state, ``waiting`` partials; two outboxes, two fetch buffers.
-    Backward: dO, dQ, dK, dV and their fp32 sums besides, two inbox and two outgoing slots. Where
-    ranks carry: two copies, and in backward two sums of them. A model's own memory is not here.
+    Backward: dO, dQ, dK and dV besides, their fp32 sums where there are more parts than one pass
+    adds, ``waiting`` parts of dQ and the own one of dK and dV, two inbox and two outgoing slots.
+    Where ranks carry: two copies, and in backward two sums of them. A model's own memory is not
+    here.
     """
     shape: Shape = numbers.shape
     rows = len(numbers.sharding.shards[rank]) * shape.batch
@@ -439,5 +446,9 @@ def memory(numbers: Numbers, rank: int, waiting: int) -> int:
         return held + (2 + waiting) * out + 2 * lse
     largest = max((work.returned for own in numbers.steps for work in own), default=0)
     records = numbers.plan.k_sharding.shards[rank].records
-    sums = 2 * q + (records + 2 * copy // record) * record_bytes("fp32", shape)
-    return held + out + q + kv + sums + lse + 4 * largest
+    parts = sum(work.tasks > 0 for work in numbers.steps[rank])
+    sums = q * (parts if parts <= waiting + 1 else 2 + waiting) + kv
+    summed = 2 * copy // record
+    if len(numbers.plan.contributions(rank)) > AT_ONCE:
+        summed += records
+    return held + out + q + kv + sums + summed * record_bytes("fp32", shape) + lse + 4 * largest

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringfa4 import homecoming
 from ringfa4 import mask as masks
 from ringfa4 import shard as shardings
 from ringfa4.context import Context
@@ -26,7 +27,7 @@ from ringfa4.launch.simulate_check import Bench, Row, compare
 from ringfa4.launch.simulate_check import Case as Measured
 from ringfa4.launch.simulate_events import Link, Op, run
 from ringfa4.launch.simulate_machine import MACHINES, RATES, Machine, Rate
-from ringfa4.launch.simulate_ring import COMPUTE, Outcome, Setting, simulate
+from ringfa4.launch.simulate_ring import AT_ONCE, COMPUTE, Outcome, Setting, simulate
 from ringfa4.launch.world import virtual
 from ringfa4.mask import Mask
 from ringfa4.topology import Topology
@@ -342,8 +343,12 @@ def test_memory_by_hand() -> None:
     fused = simulate(there.numbers, machine(), Setting("bf16", fused=True))
     assert fused.memory_bytes == there.memory_bytes - 3 * q
     back = simulate(planned(masks.full(1024), 2, backward=True), machine(), Setting("bf16"))
-    sums = 2 * q + 2 * kv
-    assert back.memory_bytes == plain + q + q + kv + sums + lse + 4 * shard
+    parts = 2 * q + kv  # of two steps and the own one: no sums in fp32
+    assert back.memory_bytes == plain + q + q + kv + parts + lse + 4 * shard
+    many = simulate(planned(masks.full(4096), 8, backward=True), machine(), Setting("bf16"))
+    sums = 2 * q + 2 * kv + 3 * q + kv
+    assert many.memory_bytes == plain + q + q + kv + sums + lse + 4 * shard
+    assert AT_ONCE == homecoming.AT_ONCE
     assert there.memory_share == there.memory_bytes / 2**30
 
 
