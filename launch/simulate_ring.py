@@ -36,6 +36,9 @@ KERNELS = ("mxfp8", "bf16")
 AT_ONCE = 2
 """Steps whose dK/dV are added in one pass: :mod:`ringfa4.homecoming`, which needs torch."""
 
+ROOM = 1 << 29
+"""Bytes of dQ's parts that wait for one another: :mod:`ringfa4.grads`, likewise."""
+
 COMPUTE = ("agree", "encode", "kernel", "merge", "convert", "reduce", "finish")
 """Kinds of work on the compute lane."""
 
@@ -447,6 +450,8 @@ def memory(numbers: Numbers, rank: int, waiting: int) -> int:
     largest = max((work.returned for own in numbers.steps for work in own), default=0)
     records = numbers.plan.k_sharding.shards[rank].records
     parts = sum(work.tasks > 0 for work in numbers.steps[rank])
+    if parts > 2:
+        waiting = min(waiting, ROOM // q)
     sums = q * (parts if parts <= waiting + 1 else 2 + waiting) + kv
     summed = 2 * copy // record
     if len(numbers.plan.contributions(rank)) > AT_ONCE:

@@ -18,6 +18,11 @@ from ringfa4.sums import RowSum, add_into, part_of
 from ringfa4.wire import PLAIN, PlainShard
 from ringfa4.written import Written, claims
 
+ROOM = 1 << 29
+"""Bytes of dQ's parts that may wait for one another. Beyond it parts are so long that passes over
+their sum are nothing beside what makes them, and memory is what counts.
+"""
+
 
 class Grads:
     """Gradient sums: dQ of the local queries for a call, dK/dV of an owner's records for a step.
@@ -27,6 +32,9 @@ class Grads:
 
         rows that get one part, in that dtype    are that part, to the bit
         rows that get more, or a wider one       are summed like dq, and rounded when the step ends
+
+    ``steps``: how many of the call's give dQ, if known. The parts of two take no more memory than
+    their sum and wait for each other in any case.
     """
 
     def __init__(
@@ -38,8 +46,10 @@ class Grads:
         *,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
+        steps: int | None = None,
     ) -> None:
-        self.dq = RowSum(batch, seq, heads, dk, device=device, dtype=dtype)
+        room = ROOM if steps is None or steps > 2 else None
+        self.dq = RowSum(batch, seq, heads, dk, device=device, dtype=dtype, room=room)
         self._kv: PlainShard | None = None
         self._kv_written = Written(batch)
         """Packed rows of the step's records."""
@@ -55,7 +65,9 @@ class Grads:
         self._kv_written, self._wide_written = (Written(kv.geometry.batch) for _ in range(2))
 
     def add_dq(self, batch: int | None, rows: slice, dq: Tensor) -> None:
-        """Add dq (b', n, heads_q, dk) into the local rows ``rows``."""
+        """Add dq (b', n, heads_q, dk) into the local rows ``rows``. It must stay as it is until the
+        call has finished: with the fused kernels it waits (:mod:`ringfa4.sums`).
+        """
         self.dq.add(batch, rows, dq)
 
     def add_dkv(

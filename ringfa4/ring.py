@@ -118,6 +118,11 @@ class Ring:
         return PLAIN[sum_dtype(self.geometry.dtype)]
 
     @cached_property
+    def busy_steps(self) -> int:
+        """In how many steps this rank computes."""
+        return sum(bool(step.tasks) for step in self.plan.steps(self.rank))
+
+    @cached_property
     def _maps(self) -> dict[tuple[int, bool], RecordMap]:
         return {}
 
@@ -240,7 +245,8 @@ def backward(
             dlse,
         )
         batch, seq, heads, dk_dim = q.shape
-        grads = Grads(batch, seq, heads, dk_dim, device=q.device, dtype=sum_dtype(q.dtype))
+        sums, busy = sum_dtype(q.dtype), ring.busy_steps
+        grads = Grads(batch, seq, heads, dk_dim, device=q.device, dtype=sums, steps=busy)
         home = Homecoming(ring, exchange, q.device, observer)
         for step, records in _steps(ring, exchange, "backward", observer):
             if records is not None:
@@ -251,11 +257,11 @@ def backward(
             home.after(step)
         with observer.span("finish", 0):  # the last dK/dV are still on their way
             delta = None if sink is None and mu is None else row_delta(out, dout, dlse)
-            sums = None if delta is None else row_sums(delta, lse, dlse, sink)
+            total = None if delta is None else row_sums(delta, lse, dlse, sink)
             if ring.precondition.plain:
                 dq = grads.finish(q.dtype)
             else:
-                dq = ring.precondition.query_gradient(grads.finish(), mu, sums, scale).to(q.dtype)
+                dq = ring.precondition.query_gradient(grads.finish(), mu, total, scale).to(q.dtype)
         dk, dv = home.end(k.dtype)
         exchange.finish()
         dsink = None

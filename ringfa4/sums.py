@@ -53,8 +53,9 @@ class Piece:
 class RowSum:
     """sum (b, s, h, d) of parts.
 
-    Parts must stay as they are until :meth:`settle`, or until what :meth:`result` or :meth:`rest`
-    gave has been used.
+    ``room``: most bytes of parts that wait in memory for one another, None for as many as one pass
+    adds. Parts must stay as they are until :meth:`settle`, or until what :meth:`result` or
+    :meth:`rest` gave has been used.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class RowSum:
         *,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
+        room: int | None = None,
     ) -> None:
+        self.room = room
         self.shape = batch, seq, heads, width
         self.device, self.dtype = device, dtype
         self._total: Tensor | None = None
@@ -96,8 +99,11 @@ class RowSum:
                 add_into(part_of(self._sum(), into, a, b), new, seen)
             return
         self._waiting.append(Part(batch, rows, x))
-        if len(self._waiting) == kernels.PARTIALS:
+        if len(self._waiting) == kernels.PARTIALS or not self._has_room():
             self.settle()
+
+    def _has_room(self) -> bool:
+        return self.room is None or sum(part.x.nbytes for part in self._waiting) <= self.room
 
     def adopt(self, total: Tensor) -> None:
         """``total`` (b, s, h, d), in the dtype of the sum, is what was added so far, and gets what

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from test_contributions import PAIRS, SEVERAL, several
 from test_in_place import InPlace, Rounding
 from torch import Tensor
 
+import ringfa4.grads
 import ringfa4.problem
 import ringfa4.sums
+from ringfa4.grads import Grads
 from ringfa4.kernels.choose import Choice
 from ringfa4.kernels.interface import BlockKernel
 from ringfa4.sums import RowSum
@@ -122,6 +125,27 @@ def test_few_passes_do_and_few_parts_need_no_sum_in_memory(
         want = want + part.float()
     assert torch.equal(got, want.to(BF16)) and operators.passes == passes
     assert (sums._total is None) == (count <= 4)
+
+
+def test_parts_wait_as_long_as_there_is_room(operators: Operators) -> None:
+    parts = parts_of(6)
+    sums = RowSum(1, 12, 1, 8, device=torch.device("cpu"), room=2 * parts[0].nbytes)
+    for part in parts:
+        sums.add(None, slice(0, 12), part)
+    assert operators.passes == [(3, False), (3, True)]
+
+
+@pytest.mark.parametrize("steps, passes", [(2, [(2, False)]), (3, [(1, False), (1, True)])])
+def test_parts_of_two_steps_wait_in_any_case(
+    steps: int, passes: list[tuple[int, bool]], operators: Operators, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(ringfa4.grads, "ROOM", 0)
+    grads = Grads(1, 12, 1, 8, device=torch.device("cpu"), steps=steps)
+    first, second = parts_of(2)
+    for part in (first, second):
+        grads.add_dq(None, slice(0, 12), part)
+    assert torch.equal(grads.finish(BF16), (first.float() + second.float()).to(BF16))
+    assert operators.passes == passes
 
 
 def test_after_settling_parts_may_change(operators: Operators) -> None:
