@@ -21,10 +21,10 @@ from ptx.parser import parse
 from torch import Tensor
 
 import ringfa4.fused
-import ringfa4.grads
 import ringfa4.kernels.native
 import ringfa4.mx.wire
 import ringfa4.state
+import ringfa4.sums
 from ringfa4.kernels.cute import host
 from ringfa4.kernels.cute.compile import compile_kernel
 from ringfa4.kernels.cute.specs import Spec
@@ -74,7 +74,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patch.setattr(Tensor, "data_ptr", lambda x: executor.address(x))
         patch.setattr(host, "_launch", executor.launch)
         patch.setattr(host, "_about", lambda device: (0, ARCH, True))
-        users = ringfa4.state, ringfa4.grads, ringfa4.mx.wire, ringfa4.kernels.native
+        users = ringfa4.state, ringfa4.sums, ringfa4.mx.wire, ringfa4.kernels.native
         for module in (ringfa4.fused, *users):
             patch.setattr(module, "fused", lambda device: host)
         yield
