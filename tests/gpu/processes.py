@@ -5,8 +5,8 @@
 
 A process takes seconds to start on a GPU, so jobs share them: each opens a transport, runs a body
 of one of BODIES, and closes it when the body did not fail. Rank r uses GPU r modulo the number
-there is; where ranks share one, MPS must run (:func:`mps`). Without a GPU the same goes on the CPU,
-over gloo.
+there is; where ranks share one, MPS must run (:func:`mps`), and NCCL goes through sockets
+(:data:`ONE_GPU`). Without a GPU the same goes on the CPU, over gloo.
 """
 
 from __future__ import annotations
@@ -28,6 +28,15 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent.parent
+
+ONE_GPU = {
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+}
+"""NCCL refuses two ranks on one GPU of one host. Told that each is on a host of its own, by
+``NCCL_HOSTID``, it takes them, and moves their bytes through sockets.
+"""
 
 BODIES = ("transport_contract", "ring_bodies", "gpu.bodies")
 """Where a body is looked for, in order."""
@@ -76,6 +85,7 @@ def run_processes(
 
     ``group_timeout_s``: when the watchdog of NCCL ends a process that waits for a peer.
     """
+    import torch
     import torch.distributed as dist
 
     # As torchrun's agent has it: it outlives any rank, and its port is nobody else's meanwhile.
@@ -90,6 +100,8 @@ def run_processes(
             names |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
             names = {name: str(value) for name, value in names.items()}
             names |= {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": path}
+            if transport == "torch_p2p" and 0 < torch.cuda.device_count() < world:
+                names |= ONE_GPU | {"NCCL_HOSTID": f"rank-{rank}"}
             said = [transport, work, str(log), str(group_timeout_s), str(limit_s)]
             command = [sys.executable, "-m", "gpu.processes", *said]
             with open(f"{log}.err", "w") as errors:
@@ -173,7 +185,8 @@ def _rank(
     if torch.cuda.is_available():
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        backend = "nccl" if torch.cuda.device_count() >= world else "gloo"
+        apart = torch.cuda.device_count() >= world or "NCCL_HOSTID" in os.environ
+        backend = "nccl" if apart else "gloo"
     torch.set_num_threads(1)  # small operators on the CPU would fight over the cores
     dist.init_process_group(
         backend,

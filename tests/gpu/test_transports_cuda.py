@@ -18,6 +18,7 @@ import transport_contract as contract
 from gpu import bodies
 from gpu.processes import Job, check, mps, run_processes
 from ring_bodies import late_copies
+from ring_jobs import ring_jobs, sub_group_jobs
 from test_transports import InThreads
 
 from ringfa4.comm import reach, streams
@@ -91,18 +92,21 @@ def test_capture_is_refused() -> None:
     assert "CUDA graph" in on_gpu(1, main)[0]
 
 
-CONTRACT = [
-    Job("random_calls", {"seed": 0, "calls": 24, "drift_s": 0.0}),
-    Job("random_calls", {"seed": 50, "calls": 8, "drift_s": 0.01}),
-    Job("causal_calls", {"calls": 6}),
-    Job("bad_schedules"),
-    Job("growing"),
-    Job("messages"),
-    Job("gathered", {"sizes": [0, 70_000]}),
-    Job("summed", {"drift_seed": 1}),
-    Job("many_calls", {"calls": 1000}),
-    Job("ring_as_on_virtual_ranks"),
-]
+def contract_jobs(world: int, *, calls: int = 1000) -> list[Job]:
+    return [
+        Job("random_calls", {"seed": 0, "calls": 24, "drift_s": 0.0}),
+        Job("random_calls", {"seed": 50, "calls": 8, "drift_s": 0.01}),
+        Job("causal_calls", {"calls": 6}),
+        Job("bad_schedules"),
+        Job("growing"),
+        Job("messages"),
+        Job("gathered", {"sizes": [0, 70_000, 3, 128][:world]}),
+        Job("summed", {"drift_seed": 1}),
+        Job("many_calls", {"calls": calls}),
+        Job("ring_as_on_virtual_ranks"),
+    ]
+
+
 PULL = [
     Job("late_calls", {"calls": 20}),
     Job("refused_capture"),
@@ -139,10 +143,48 @@ def test_waits_must_leave_a_hardware_queue(connections: str, left: bool) -> None
 
 
 @needs_nvshmem
-def test_nvshmem_between_processes_on_one_gpu() -> None:
-    jobs = [*CONTRACT, *PULL, *FAILING]
+@pytest.mark.parametrize("world", [2, 3])
+def test_nvshmem_between_processes_on_one_gpu(world: int) -> None:
+    jobs = [*contract_jobs(world), *PULL, *FAILING]
     with mps():
-        check(run_processes("nvshmem", 2, jobs), jobs)
+        check(run_processes("nvshmem", world, jobs), jobs)
+
+
+one_gpu = pytest.mark.skipif(torch.cuda.device_count() != 1, reason="ranks must share a GPU")
+
+
+@one_gpu
+@pytest.mark.parametrize("world", [2, 3])
+def test_nccl_between_processes_on_one_gpu(world: int) -> None:
+    jobs = contract_jobs(world, calls=200)
+    with mps():
+        check(run_processes("torch_p2p", world, jobs), jobs)
+
+
+@one_gpu
+def test_the_ring_over_nccl_between_processes_on_one_gpu() -> None:
+    jobs = [*ring_jobs(calls=50, late_calls=10), *sub_group_jobs(4)]
+    with mps():
+        check(run_processes("torch_p2p", 4, jobs), jobs)
+
+
+@one_gpu
+def test_nccl_names_a_peer_killed_between_calls() -> None:
+    timeout_s = 5.0
+    with mps():
+        jobs = [Job("ring_killed", {"culprit": 1}, timeout_s)]
+        survivor, dead = run_processes("torch_p2p", 2, jobs, dies=[1])
+    assert not dead and survivor[0].error is None, survivor
+    assert survivor[0].value < 3 * timeout_s
+
+
+@one_gpu
+def test_who_stays_in_a_transfer_of_nccl_on_one_gpu_ends() -> None:
+    """As between two GPUs (test_two_gpus.py)."""
+    with mps():
+        jobs = [Job("stranded_by_killed", {"culprit": 1}, 3.0)]
+        survivor, dead = run_processes("torch_p2p", 2, jobs, dies=[0, 1])
+    assert survivor == [] and dead == [], "nobody has a result"
 
 
 @needs_nvshmem
@@ -156,13 +198,13 @@ def test_nvshmem_notices_a_killed_peer() -> None:
 
 
 @needs_nvshmem
-@pytest.mark.skipif(torch.cuda.device_count() != 1, reason="ranks must share a GPU")
+@one_gpu
 def test_nvshmem_on_a_shared_gpu_asks_for_mps() -> None:
     for line in (rank[0] for rank in run_processes("nvshmem", 2, [Job("messages")])):
         assert line.error == "ValueError" and "MPS" in line.message
 
 
-@pytest.mark.skipif(torch.cuda.device_count() != 1, reason="ranks must share a GPU")
+@one_gpu
 def test_symm_mem_wants_a_gpu_for_every_rank() -> None:
     for line in (rank[0] for rank in run_processes("symm_mem", 2, [Job("messages")])):
         assert line.error == "ValueError" and "share a GPU" in line.message
@@ -201,7 +243,7 @@ def test_without_nvshmem4py_the_message_says_how_to_get_it() -> None:
 def test_contract_between_gpus(transport: str) -> None:
     if transport == "nvshmem" and find_spec("nvshmem") is None:
         pytest.skip("nvshmem4py is not installed")
-    jobs = [*CONTRACT, *([] if transport == "torch_p2p" else [*PULL, *FAILING])]
+    jobs = [*contract_jobs(2), *([] if transport == "torch_p2p" else [*PULL, *FAILING])]
     check(run_processes(transport, 2, jobs), jobs)
 
 
