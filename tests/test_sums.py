@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rings import run
+from rings import Case, run
 from test_contributions import PAIRS, SEVERAL, several
 from test_in_place import InPlace, Rounding
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 import ringfa4.grads
 import ringfa4.problem
 import ringfa4.sums
+from ringfa4 import mask as masks
 from ringfa4.grads import Grads
 from ringfa4.kernels.choose import Choice
 from ringfa4.kernels.interface import BlockKernel
@@ -185,3 +186,22 @@ def test_a_ring_that_adds_at_once_gives_the_same_bits(
     for n in want:
         assert torch.equal(got[n], want[n]), n
     assert any(parts > 1 for parts, _ in kernels.passes), "nothing was added at once"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 6])
+def test_however_many_contributions_are_left_for_the_last_pass(
+    world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None, one or two of them, on a sum in fp32 or on the own part alone."""
+    monkeypatch.setattr(
+        ringfa4.problem, "choose_kernel", lambda asked, spec: Choice(InPlace(), "double")
+    )
+    case = Case(masks.causal(256 * world), world=world, heads=(4, 2), dims=(16, 24), dtype=BF16)
+    want = run(case)
+    kernels = Operators()
+    monkeypatch.setattr(ringfa4.sums, "fused", lambda device: kernels)
+    got = run(case)
+    for n in want:
+        assert torch.equal(got[n], want[n]), n
+    if world <= 3:
+        assert not any(based for _, based in kernels.passes), "no sum was in memory in fp32"
