@@ -11,8 +11,8 @@ before its own is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -217,31 +217,22 @@ class Sums:
         aligned = not (g.dk % 8 or g.dv % 8)
         if not (precondition.plain and aligned and self.lines.rounds_at_once(dtype)):
             self.lines.settle()
+        each = self._lines_a_record
         for first, row, count, _ in shard.runs:
-            for start, stop, base, parts in self._rows(row, row + count):
-                local = slice(first + start - row, first + stop - row)
-                keys, values = (None, None) if base is None else base
-                if keys is not None and not precondition.plain:
+            for piece in self.lines.rest(row // RECORD * each, -(-(row + count) // RECORD) * each):
+                there = piece.start // each * RECORD
+                a, b = max(row, there), min(row + count, piece.stop // each * RECORD)
+                keys, values = (None, None)
+                if piece.base is not None:
+                    keys, values = self._keys_values(piece.base, a - there, b - there)
                     keys = precondition.key_gradient(keys)
-                put(dk[:, local], keys, [k for k, _ in parts])
-                put(dv[:, local], values, [v for _, v in parts])
+                parts = [self._keys_values(x, a - there, b - there) for x in piece.parts]
+                local = slice(first + a - row, first + b - row)
+                put(dk[:, local], keys, [part_keys for part_keys, _ in parts])
+                put(dv[:, local], values, [part_values for _, part_values in parts])
         self.lines.close()
         return dk, dv
 
-    def _rows(
-        self, row: int, stop: int
-    ) -> Iterator[tuple[int, int, tuple[Tensor, Tensor] | None, list[tuple[Tensor, Tensor]]]]:
-        """Packed rows [row, stop) in ranges (a, b): K's and V's rows of the sum so far, None if
-        there is none, and of what is to be added to it.
-        """
-        each = self._lines_a_record
-        lines = row // RECORD * each, -(-stop // RECORD) * each
-        for piece in self.lines.rest(*lines):
-            first = piece.start // each * RECORD
-            a, b = max(row, first), min(stop, piece.stop // each * RECORD)
-
-            def rows(x: Tensor, a: int = a, b: int = b, first: int = first) -> Any:
-                return rows_in(x.view(-1), self.ring.geometry, a - first, b - a)
-
-            base = None if piece.base is None else rows(piece.base)
-            yield a, b, base, [rows(x) for x in piece.parts]
+    def _keys_values(self, lines: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """K's and V's rows [start, stop) of some records."""
+        return rows_in(lines.view(-1), self.ring.geometry, start, stop - start)
