@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ringfa4.fused import fused
-from ringfa4.written import Written, claims, ranges
+from ringfa4.written import Written, claims, claims_of
 
 # MKL chooses a function's kernel in its first call; when threads make that call at once, one of
 # them may compute its part at low precision and nobody is told (pytorch issue 188792, oneMKL
@@ -119,21 +119,15 @@ class State:
             return
         kernels = fused(self.acc.device)
         assert kernels is not None, "partials wait for a fused kernel only"
-        first, last = min(p.rows.start for p in waiting), max(p.rows.stop for p in waiting)
-        for start, stop, numbers in ranges([p.rows for p in waiting], first, last):
-            here = [waiting[n] for n in numbers]
-            if not here:
-                continue
-            for into, part, a, b, seen in claims(
-                self.written, here[0].batch, self.acc.shape[0], start, stop
-            ):
-                kernels.merge(
-                    self.acc[into, a:b],
-                    self.max[into, :, a:b],
-                    self.sum[into, :, a:b],
-                    [p.of(part, a, b) for p in here],
-                    first=not seen,
-                )
+        size = self.acc.shape[0]
+        for into, part, a, b, seen, here in claims_of(self.written, size, waiting):
+            kernels.merge(
+                self.acc[into, a:b],
+                self.max[into, :, a:b],
+                self.sum[into, :, a:b],
+                [p.of(part, a, b) for p in here],
+                first=not seen,
+            )
 
     def merge_state(
         self, batch: int | None, rows: slice, acc: Tensor, max: Tensor, sum: Tensor
@@ -205,19 +199,18 @@ class State:
         assert kernels is not None
         out, lse = torch.empty_like(self.acc, dtype=dtype), torch.empty_like(self.max)
         batch, seq = self.acc.shape[:2]
-        for start, stop, numbers in ranges([p.rows for p in self._waiting], 0, seq):
-            here = [self._waiting[n] for n in numbers]
-            for into, part, a, b, seen in claims(self.written, None, batch, start, stop):
-                if not here and not seen:  # no key reached these rows
-                    out[into, a:b] = 0
-                    lse[into, :, a:b] = -torch.inf
-                    continue
-                kernels.merge(
-                    self.acc[into, a:b],
-                    self.max[into, :, a:b],
-                    self.sum[into, :, a:b],
-                    [p.of(part, a, b) for p in here],
-                    first=not seen,
-                    final=(out[into, a:b], lse[into, :, a:b]),
-                )
+        pieces = claims_of(self.written, batch, self._waiting, whole=(0, seq))
+        for into, part, a, b, seen, here in pieces:
+            if not here and not seen:  # no key reached these rows
+                out[into, a:b] = 0
+                lse[into, :, a:b] = -torch.inf
+                continue
+            kernels.merge(
+                self.acc[into, a:b],
+                self.max[into, :, a:b],
+                self.sum[into, :, a:b],
+                [p.of(part, a, b) for p in here],
+                first=not seen,
+                final=(out[into, a:b], lse[into, :, a:b]),
+            )
         return out, lse

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ringfa4.fused import assign, fused
-from ringfa4.written import Written, claims, ranges
+from ringfa4.written import Written, claims, claims_of
 
 
 @dataclass(frozen=True)
@@ -128,39 +128,18 @@ class RowSum:
         """Add what waits: one pass over each range of rows that has the same parts."""
         if not self._waiting:
             return
-        start = min(part.rows.start for part in self._waiting)
-        stop = max(part.rows.stop for part in self._waiting)
-        kernels, total = fused(self.device), self._sum()
-        assert kernels is not None, "parts wait for a fused kernel only"
-        for piece in self._pieces(start, stop):
-            if piece.parts:
-                into = part_of(total, piece.batch, piece.start, piece.stop)
-                kernels.add(into, piece.base, piece.parts)
+        total = self._sum()
+        for piece in self._pieces():
+            put(part_of(total, piece.batch, piece.start, piece.stop), piece.base, piece.parts)
         self._waiting = []
 
-    def _pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """[start, stop) for all batch rows that something waits for, or for all."""
-        waiting = self._waiting
-        batch = waiting[0].batch if waiting else None
-        for first, last, here in ranges([p.rows for p in waiting], start, stop):
-            parts = [waiting[n] for n in here]
-            if not parts:  # claimed by none of these: who has it is asked, not changed
-                yield from self._quiet(batch, first, last)
-                continue
-            for into, part, a, b, seen in self._claims(batch, first, last):
-                base = part_of(self._sum(), into, a, b) if seen else None
-                yield Piece(into, a, b, base, [p.of(part, a, b) for p in parts])
-
-    def _quiet(self, batch: int | None, start: int, stop: int) -> Iterator[Piece]:
-        """Rows for which nothing waits."""
-        for i in range(self.shape[0]) if batch is None else (batch,):
-            row, at = slice(i, i + 1), start
-            for a, b in (*self._written.gaps(i, start, stop), (stop, stop)):
-                if at < a:
-                    yield Piece(row, at, a, part_of(self._sum(), row, at, a), [])
-                if a < b:
-                    yield Piece(row, a, b, None, [])
-                at = b
+    def _pieces(self, whole: tuple[int, int] | None = None) -> Iterator[Piece]:
+        """The rows that something waits for, or all of ``whole``."""
+        batch = self.shape[0]
+        pieces = claims_of(self._written, batch, self._waiting, whole)
+        for into, part, a, b, seen, here in pieces:
+            base = part_of(self._sum(), into, a, b) if seen else None
+            yield Piece(into, a, b, base, [p.of(part, a, b) for p in here])
 
     def rest(self, start: int, stop: int) -> Iterator[Piece]:
         """What makes up rows [start, stop), each row once: for a last pass by the caller, who then
@@ -168,7 +147,7 @@ class RowSum:
         """
         if any(part.batch is not None for part in self._waiting):
             self.settle()
-        return self._pieces(start, stop)
+        return self._pieces((start, stop))
 
     def close(self) -> None:
         """What :meth:`rest` gave has been used."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Protocol, TypeVar
 
 
 class Written:
@@ -76,10 +77,35 @@ def claims(
             yield slice(i, i + 1), slice(i, i + 1), a, b, seen
 
 
-def ranges(given: Sequence[slice], start: int, stop: int) -> Iterator[tuple[int, int, list[int]]]:
-    """[start, stop) in ranges (a, b) that are inside or outside of each of the ``given`` rows, with
-    the numbers of those they are inside of.
+class Waiting(Protocol):
+    """What is for ``rows`` of one ``batch`` row or, for None, of all."""
+
+    @property
+    def batch(self) -> int | None: ...
+
+    @property
+    def rows(self) -> slice: ...
+
+
+W = TypeVar("W", bound=Waiting)
+
+
+def claims_of(
+    written: Written, size: int, waiting: Sequence[W], whole: tuple[int, int] | None = None
+) -> Iterator[tuple[slice, slice, int, int, bool, list[W]]]:
+    """The rows that ``waiting`` (all for the same batch rows) are for, in pieces that get the same
+    of them: as :func:`claims`, and those, in order.
+
+    With ``whole`` all of these rows instead; what nothing waits for comes with none, and counts as
+    written from then on.
     """
-    edges = {edge for rows in given for edge in (rows.start, rows.stop) if start < edge < stop}
-    for a, b in pairwise(sorted({start, stop, *edges})):
-        yield a, b, [n for n, rows in enumerate(given) if rows.start <= a and b <= rows.stop]
+    edges = {edge for one in waiting for edge in (one.rows.start, one.rows.stop)}
+    if whole is not None:
+        edges = {*whole, *(edge for edge in edges if whole[0] < edge < whole[1])}
+    for start, stop in pairwise(sorted(edges)):
+        here = [one for one in waiting if one.rows.start <= start and stop <= one.rows.stop]
+        if not here and whole is None:
+            continue
+        batch = here[0].batch if here else None
+        for claim in claims(written, batch, size, start, stop):
+            yield *claim, here

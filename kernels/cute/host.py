@@ -207,16 +207,23 @@ def adds(into: Tensor, sum: Tensor | None, parts: Sequence[Tensor]) -> bool:
     """Whether :func:`add` takes these."""
     if not takes(into) or not all(map(takes, parts)):
         return False
-    if sum is None and len(parts) == 1 and into.dtype == parts[0].dtype:
+    if _is_copy(into, sum, parts):
         return True
     same = len({part.dtype for part in parts}) <= 1
     wide = sum is None or (sum.dtype == torch.float32 and takes(sum))
     return same and rounds(into.dtype) and wide and 1 <= len(parts) <= PARTIALS
 
 
+def _is_copy(into: Tensor, sum: Tensor | None, parts: Sequence[Tensor]) -> bool:
+    """Whether nothing is added and nothing rounded."""
+    return sum is None and len(parts) == 1 and into.dtype == parts[0].dtype
+
+
 def joins(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether :func:`add` takes ``x`` as a part of sums in ``dtype`` that lie in one piece."""
-    return dtype == torch.float32 and takes(x) and x.shape[-1] * dtype.itemsize % 16 == 0
+    """Whether :func:`add` takes ``x`` as a part of sums in ``dtype`` that lie in one piece: their
+    rows are no shorter in bytes than those of x.
+    """
+    return dtype == torch.float32 and takes(x)
 
 
 def rounds(dtype: torch.dtype) -> bool:
@@ -233,8 +240,7 @@ def add(into: Tensor, sum: Tensor | None, parts: Sequence[Tensor]) -> None:
     """
     batch, tokens, heads, d = into.shape
     size, width = parts[0].element_size(), into.element_size()
-    if sum is None and len(parts) == 1 and into.dtype == parts[0].dtype:
-        # Nothing is added: words of 32 bits, as they are.
+    if _is_copy(into, sum, parts):  # words of 32 bits, as they are
         spec = AccumulateSpec("fp32", d * size // 4, True)
     else:
         dtype, rounded = DTYPES[parts[0].dtype], DTYPES[into.dtype]
