@@ -9,7 +9,7 @@ Every case runs on virtual ranks, over the adversarial transport.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +18,12 @@ import torch
 from rings import Case, check, ranks, run
 from torch import Tensor
 
-import ringfa4.problem
 from ringfa4 import ContextParallel
 from ringfa4 import mask as masks
 from ringfa4 import shard as shardings
 from ringfa4.context import Context
 from ringfa4.errors import PlanMismatchError
 from ringfa4.grads import Grads
-from ringfa4.kernels.choose import Choice
 from ringfa4.kernels.interface import BlockKernel, Queries
 from ringfa4.kernels.reference import ReferenceKernel
 from ringfa4.kernels.registry import load_kernel
@@ -70,18 +68,6 @@ class Library(ReferenceKernel):
         grads: Any,
     ) -> None:
         super().backward(queries, shard, tasks, scale, _Rounded(grads))  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[BlockKernel], None]]:
-    """Call it with the kernel that every problem is to take."""
-
-    def take(kernel: BlockKernel) -> None:
-        monkeypatch.setattr(
-            ringfa4.problem, "choose_kernel", lambda asked, spec: Choice(kernel, "double")
-        )
-
-    return take
 
 
 Chosen = Callable[[BlockKernel], None]

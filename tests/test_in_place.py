@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +16,7 @@ from test_contributions import ONE_TASK_A_ROW, SEVERAL, several
 from test_native import Library
 from torch import Tensor
 
-import ringfa4.problem
 from ringfa4.grads import Grads
-from ringfa4.kernels.choose import Choice
 from ringfa4.kernels.fa4 import Fa4Kernel
 from ringfa4.kernels.interface import BlockKernel
 from ringfa4.kernels.native import Rows
@@ -75,18 +73,6 @@ class TestInPlace(KernelContract):
 
     def make(self) -> BlockKernel:
         return InPlace()
-
-
-@pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[BlockKernel], None]]:
-    """Call it with the kernel that every problem is to take."""
-
-    def take(kernel: BlockKernel) -> None:
-        monkeypatch.setattr(
-            ringfa4.problem, "choose_kernel", lambda asked, spec: Choice(kernel, "double")
-        )
-
-    return take
 
 
 class Spoilt(Case):

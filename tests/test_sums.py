@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rings import Case, run
-from test_contributions import PAIRS, SEVERAL, several
+from test_contributions import PAIRS, SEVERAL, Chosen, several
 from test_in_place import InPlace, Rounding
 from torch import Tensor
 
@@ -21,8 +21,6 @@ import ringfa4.problem
 import ringfa4.sums
 from ringfa4 import mask as masks
 from ringfa4.grads import Grads
-from ringfa4.kernels.choose import Choice
-from ringfa4.kernels.interface import BlockKernel
 from ringfa4.sums import RowSum
 from ringfa4.topology import Topology
 
@@ -162,6 +160,17 @@ def test_after_settling_parts_may_change(operators: Operators) -> None:
     assert torch.equal(sums.result(BF16), want)
 
 
+def passes_of(case: Case, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Of a ring that adds at once; its results are, to the bit, those of one that does not."""
+    want = run(case)
+    kernels = Operators()
+    monkeypatch.setattr(ringfa4.sums, "fused", lambda device: kernels)
+    got = run(case)
+    for n in want:
+        assert torch.equal(got[n], want[n]), n
+    return kernels.passes
+
+
 @pytest.mark.parametrize("topology", [None, PAIRS, Topology.even(4, 4)], ids=str)
 @pytest.mark.parametrize("dims", [(16, 24), (12, 8)], ids=str)
 @pytest.mark.parametrize("in_place", [False, True], ids=["returned", "in place"])
@@ -171,37 +180,23 @@ def test_a_ring_that_adds_at_once_gives_the_same_bits(
     dims: tuple[int, int],
     in_place: bool,
     topology: Topology | None,
+    chosen: Chosen,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """dQ, dK and dV of 4 ranks: padding between chunks, batch, grouped heads, rows of 24 bytes."""
-    kernel: BlockKernel = InPlace() if in_place else Rounding()
-    monkeypatch.setattr(
-        ringfa4.problem, "choose_kernel", lambda asked, spec: Choice(kernel, "double")
-    )
+    chosen(InPlace() if in_place else Rounding())
     case = replace(several(name, topology, dtype=BF16, dlse=True), dims=dims)
-    want = run(case)
-    kernels = Operators()
-    monkeypatch.setattr(ringfa4.sums, "fused", lambda device: kernels)
-    got = run(case)
-    for n in want:
-        assert torch.equal(got[n], want[n]), n
-    assert any(parts > 1 for parts, _ in kernels.passes), "nothing was added at once"
+    passes = passes_of(case, monkeypatch)
+    assert any(parts > 1 for parts, _ in passes), "nothing was added at once"
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 6])
 def test_however_many_contributions_are_left_for_the_last_pass(
-    world: int, monkeypatch: pytest.MonkeyPatch
+    world: int, chosen: Chosen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None, one or two of them, on a sum in fp32 or on the own part alone."""
-    monkeypatch.setattr(
-        ringfa4.problem, "choose_kernel", lambda asked, spec: Choice(InPlace(), "double")
-    )
+    chosen(InPlace())
     case = Case(masks.causal(256 * world), world=world, heads=(4, 2), dims=(16, 24), dtype=BF16)
-    want = run(case)
-    kernels = Operators()
-    monkeypatch.setattr(ringfa4.sums, "fused", lambda device: kernels)
-    got = run(case)
-    for n in want:
-        assert torch.equal(got[n], want[n]), n
+    passes = passes_of(case, monkeypatch)
     if world <= 3:
-        assert not any(based for _, based in kernels.passes), "no sum was in memory in fp32"
+        assert not any(based for _, based in passes), "no sum was in memory in fp32"
