@@ -80,8 +80,9 @@ class BlockKernel(ABC):
         """None, or the reason for refusing: what was asked, and what is supported."""
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In which dtype dK and dV of inputs in ``dtype`` travel to their owner: all that the
-        kernel's results hold, or as wide as sums (the default).
+        """In which dtype a step's dK and dV of inputs in ``dtype`` are handed over, to another rank
+        or to this one's own sum: all that the kernel's results hold, or as wide as sums (the
+        default).
 
         Single parts may be given wider; they are rounded once a step, after they are added up. It
         must have the range of sums: what is finite there may not overflow on the way.

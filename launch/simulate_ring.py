@@ -124,7 +124,9 @@ class Costs:
         return work.returned * (1 + 2 * sums / each / together) / self.copy
 
     def leave(self, work: Work) -> float:
-        """A lap's sum from where it was added up to the slot that it is sent from."""
+        """A lap's sum from where it was added up to the slot that it is sent from. An upper bound:
+        the ring's last pass of additions writes there itself.
+        """
         return 2 * work.returned / self.copy
 
     def finish(self, rank: int) -> float:
